@@ -1,0 +1,184 @@
+"""What one receiver holds, as a cloud of points: the rows, and the Gram matrix distance rules work in.
+
+Rows that every receiver shares are centred and multiplied once; only rows sent to one receiver alone are its own
+cost. A rule never sees the difference: it asks a `Cloud` for distances and hands back coefficients.
+
+The Gram matrix is centred on a row inside the majority, because parameters differ by 1e-5 at norm 10 and an
+uncentred float32 Gram is all cancellation. The origin is carried along as one more point, for rules that clip norms.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+# A longer row cannot be squared and summed safely in float32; it is treated like a non-finite one.
+NORM_LIMIT = 1e18
+
+# A centre is good enough when its distance to the majority is within this factor of the best row's: the Gram
+# matrix then keeps about five of float32's seven digits where it matters.
+CENTRE_SLACK = 8.0
+
+
+def dot(left: Array, right: Array) -> Array:
+    """Matrix product in full float32, on accelerators too."""
+    return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
+
+
+def finite_rows(rows: Array) -> Array:
+    """Which rows [..., d] are finite and short enough to be measured."""
+    return jnp.sum(jnp.square(rows), axis=-1) < NORM_LIMIT**2  # False for NaN and Inf
+
+
+def squared_distances(gram: Array) -> Array:
+    """‖x_i − x_j‖² = G_ii + G_jj − 2 G_ij, symmetric to the bit, never negative."""
+    square = jnp.diagonal(gram)
+    distances = jnp.maximum(square[:, None] + square[None, :] - (gram + gram.T), 0)
+    return jnp.where(jnp.eye(len(gram), dtype=bool), 0, distances)
+
+
+def _centred(rows: Array, centre: Array) -> Array:
+    """Rows minus the centre. Non-finite entries become 0: their row has coefficient 0, and 0 × NaN is NaN."""
+    return jnp.where(jnp.isfinite(rows), rows - centre, 0)
+
+
+def _gram(left: Array, right: Array, left_usable: Array, right_usable: Array) -> Array:
+    """Inner products, 0 where a row is not usable."""
+    return jnp.where(left_usable[:, None] & right_usable[None, :], dot(left, right.T), 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SharedRows:
+    """Rows held by every receiver alike, with the origin as one more row at the end of `centred` and `gram`."""
+
+    raw: Array  # [c, d] as received
+    centre: Array  # [d]
+    centred: Array  # [c + 1, d]
+    usable: Array  # [c + 1] bool; the origin always is
+    gram: Array  # [c + 1, c + 1]
+
+    @staticmethod
+    def around(raw: Array, usable: Array, centre: Array) -> "SharedRows":
+        centred = jnp.concatenate([_centred(raw, centre), -centre[None]])
+        usable = jnp.append(usable, True)
+        return SharedRows(raw, centre, centred, usable, _gram(centred, centred, usable, usable))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cloud:
+    """The n points one receiver holds. Points are affine combinations (`mixing`) of stored rows.
+
+    Stored rows are, in this order: shared rows, the origin, private rows. Point n is always the origin.
+    """
+
+    shared: SharedRows
+    private: Array  # [p, d] as received
+    private_centred: Array  # [p, d]
+    mixing: Array  # [n + 1, c + 1 + p], rows sum to one
+    usable: Array  # [n]
+    gram: Array  # [n + 1, n + 1]
+    own: Array | None = None  # which point is the receiver's own, where that is known
+    plain: bool = field(default=True, metadata={"static": True})  # points are stored rows, unmixed
+
+    @staticmethod
+    def of(
+        shared: SharedRows, private: Array, private_usable: Array, place: Array, own: Array | None
+    ) -> "Cloud":
+        """The cloud whose point j is stored row place[j] (shared rows first, then private ones)."""
+        num_shared = len(shared.raw)
+        place = jnp.where(place < num_shared, place, place + 1)  # step over the origin's slot
+        place = jnp.append(place, num_shared)
+        centred = _centred(private, shared.centre)
+        usable = jnp.concatenate([shared.usable, private_usable])
+        cross = _gram(centred, shared.centred, private_usable, shared.usable)
+        inner = _gram(centred, centred, private_usable, private_usable)
+        stored_gram = jnp.block([[shared.gram, cross.T], [cross, inner]])
+        mixing = (place[:, None] == jnp.arange(len(usable))).astype(shared.raw.dtype)
+        return Cloud(
+            shared,
+            private,
+            centred,
+            mixing,
+            usable[place[:-1]],
+            stored_gram[place][:, place],
+            own,
+        )
+
+    @staticmethod
+    def received(rows: Array, present: Array | None, majority: int, own: Array | None) -> "Cloud":
+        """The cloud of one receiver's rows [K, d], `majority` of which can be trusted to be near each other."""
+        num_rows = len(rows)
+        usable = finite_rows(rows) if present is None else finite_rows(rows) & present
+
+        def centred_on(index: Array) -> tuple[Array, Array, Array, Array, Array]:
+            """Centre, centred rows, their Gram matrix; a row nearer to the majority, and whether to move there."""
+            shared = SharedRows.around(rows, usable, jnp.where(usable[index], rows[index], 0))
+            distances = squared_distances(shared.gram[:-1, :-1])
+            distances = jnp.where(usable[:, None] & usable[None, :], distances, jnp.inf)
+            radius = jnp.sort(distances, axis=1)[:, majority - 1]
+            best = jnp.argmin(radius)
+            too_far = radius[index] > CENTRE_SLACK**2 * radius[best]
+            return shared.centre, shared.centred, shared.gram, best, too_far
+
+        # A liar may have been chosen as centre, and one far away would drown the others' distances in rounding
+        # errors. Each move towards the majority regains three digits, so a few suffice at any distance.
+        centre, centred, gram, *_ = lax.while_loop(
+            lambda state: state[4] & (state[5] < 8),
+            lambda state: (*centred_on(state[3]), state[5] + 1),
+            (*centred_on(jnp.argmax(usable)), jnp.int32(0)),
+        )
+        shared = SharedRows(rows, centre, centred, jnp.append(usable, True), gram)
+        return Cloud.of(shared, rows[:0], usable[:0], jnp.arange(num_rows), own)
+
+    @property
+    def num_points(self) -> int:
+        return len(self.usable)
+
+    def distances(self) -> Array:
+        """Squared distances [n, n] between points, infinite to and from points that are not usable."""
+        usable = self.usable
+        distances = squared_distances(self.gram[:-1, :-1])
+        return jnp.where(usable[:, None] & usable[None, :], distances, jnp.inf)
+
+    def distances_to(self, coefficients: Array) -> Array:
+        """‖x_i − Σ_j u_j x_j‖ [n + 1], for affine coefficients u [n + 1]; 0 for unusable points."""
+        product = dot(self.gram, coefficients)
+        square = jnp.diagonal(self.gram) - 2 * product + dot(coefficients, product)
+        return jnp.where(jnp.append(self.usable, True), jnp.sqrt(jnp.maximum(square, 0)), 0)
+
+    def combine(self, coefficients: Array) -> Array:
+        """Σ_j u_j x_j [d], for affine coefficients u [n + 1]."""
+        stored = dot(coefficients, self.mixing)
+        num_shared = len(self.shared.centred)
+        total = dot(stored[:num_shared], self.shared.centred)
+        if len(self.private):
+            total += dot(stored[num_shared:], self.private_centred)
+        return self.shared.centre + total
+
+    def mixed(self, matrix: Array, usable: Array) -> "Cloud":
+        """The cloud of affine combinations matrix [n', n + 1] of these points."""
+        matrix = jnp.concatenate([matrix, jnp.zeros_like(matrix[:1]).at[0, -1].set(1)])
+        return replace(
+            self,
+            mixing=dot(matrix, self.mixing),
+            usable=usable,
+            gram=dot(dot(matrix, self.gram), matrix.T),
+            own=None,
+            plain=False,
+        )
+
+    def rows(self, members: Array | None = None) -> tuple[list[Array], list[Array]]:
+        """The points as a list, in any order, and which of them are `members` [n] (default: the usable ones)."""
+        members = self.usable if members is None else members
+        num_shared = len(self.shared.raw)
+        if self.plain:  # as received: no rounding from centring, and no copy
+            stored = jnp.any((self.mixing[:-1] > 0) & members[:, None], axis=0)
+            stored = lax.optimization_barrier(stored)
+            return [*self.shared.raw, *self.private], [*stored[:num_shared], *stored[num_shared + 1 :]]
+        points = dot(self.mixing[:-1, : num_shared + 1], self.shared.centred) + self.shared.centre
+        if len(self.private):
+            points += dot(self.mixing[:-1, num_shared + 1 :], self.private_centred)
+        return list(points), list(members)

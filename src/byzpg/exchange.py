@@ -1,0 +1,190 @@
+"""One round of messages: K honest vectors and an attack become what each receiver holds, and a rule is applied there.
+
+What everyone holds alike is multiplied once; only what liars sent to one receiver alone is multiplied per receiver,
+for a group of receivers at a time, so that all K × f × d lies never exist at once.
+
+A receiver's own row is always its own true vector, at Byzantine agents too: they lie to others, and keep honest state.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from byzpg.attacks import Attack, Knowledge
+from byzpg.clouds import Cloud, SharedRows, dot, finite_rows, squared_distances
+from byzpg.rules import Rule, check_num_byzantine, check_vectors
+
+# Bytes of lies held at once; a group of receivers is as large as this allows.
+GROUP_BYTES = 2**30
+
+Phase = Literal["gradients", "parameters"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Diagnostics:
+    """What one round did to the honest agents. Receivers are the agents, or the one server."""
+
+    error: Array  # [receiver] ‖F(x) − honest mean‖²
+    honest_variance: Array  # 1/(h(h − 1)) Σ_{i,l honest} ‖x_i − x_l‖²; error/variance is C_ra · α
+    diameter_before: Array  # honest diameter
+    diameter_after: Array  # diameter of the honest receivers' results
+    weights: Array | None  # [receiver, sender]; None for rules that are not weighted means
+
+
+def exchange(
+    rule: Rule,
+    vectors: Array,
+    *,
+    byzantine: Array,
+    attack: Attack,
+    num_byzantine: int,
+    phase: Phase = "gradients",
+    iteration: int | Array = 0,
+    key: Array | None = None,
+    at_server: bool = False,
+    diagnose: bool = False,
+) -> tuple[Array, Diagnostics | None]:
+    """Apply `rule` at every agent to what it receives when the agents `byzantine` [b] attack; results [K, d].
+
+    `vectors` [K, d] is what each agent would send honestly, `num_byzantine` the f that receivers declare. With
+    `at_server` there is one trusted receiver, and the result is [d].
+    """
+    vectors = check_vectors("vectors", vectors)
+    rule.check(len(vectors), check_num_byzantine(num_byzantine))
+    byzantine = jnp.asarray(byzantine, int)
+    if byzantine.ndim != 1 or len(byzantine) >= len(vectors):
+        raise ValueError(f"byzantine must be fewer than K = {len(vectors)} indices; got shape {byzantine.shape}.")
+    if phase not in ("gradients", "parameters"):
+        raise ValueError(f"phase must be 'gradients' or 'parameters', got {phase!r}.")
+    randomised = rule.needs_key or attack.equivocates
+    if key is None:
+        if randomised:
+            raise ValueError(f"{rule} under {attack} draws random numbers: pass key=jax.random.key(seed).")
+        key = jax.random.key(0)
+    return _exchange(
+        rule,
+        vectors,
+        byzantine,
+        jnp.asarray(iteration),
+        key,
+        attack=attack,
+        num_byzantine=num_byzantine,
+        phase=phase,
+        at_server=at_server,
+        diagnose=diagnose,
+    )
+
+
+@partial(
+    jax.jit, static_argnames=("rule", "attack", "num_byzantine", "phase", "at_server", "diagnose")
+)
+def _exchange(
+    rule: Rule,
+    vectors: Array,
+    byzantine: Array,
+    iteration: Array,
+    key: Array,
+    *,
+    attack: Attack,
+    num_byzantine: int,
+    phase: Phase,
+    at_server: bool,
+    diagnose: bool,
+) -> tuple[Array, Diagnostics | None]:
+    num_agents, dimension = vectors.shape
+    num_liars = len(byzantine)
+    attack_key, rule_key = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
+    knowledge = Knowledge(vectors, byzantine, iteration, attack_key, rule, num_byzantine)
+    equivocal = attack.equivocates and attack.lies_in(phase) and num_liars > 0
+    with_weights = diagnose and rule.has_weights
+
+    # Stored rows: the truth of all K agents, then the lies (shared, unless they differ by receiver).
+    usable = finite_rows(vectors)
+    honest = knowledge.honest
+    centre = vectors[honest[jnp.argmax(usable[honest])]]
+    agents = jnp.arange(num_agents)
+    if not equivocal:
+        lies = attack.messages(phase, knowledge, agents[:1])[0]
+        shared_rows = jnp.concatenate([vectors, lies])
+        shared = SharedRows.around(shared_rows, jnp.append(usable, finite_rows(lies)), centre)
+    else:
+        shared = SharedRows.around(vectors, usable, centre)
+    lie_of = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(num_liars))
+
+    def at_receiver(receiver: Array, private: Array) -> tuple[Array, Array | None]:
+        """Result and weights at one receiver, given the lies told to it alone; num_agents is the server."""
+        truthful = knowledge.is_honest | (agents == receiver)
+        cloud = Cloud.of(
+            shared,
+            private,
+            finite_rows(private),
+            jnp.where(truthful, agents, lie_of),
+            None if at_server else receiver,
+        )
+        receiver_key = jax.random.fold_in(rule_key, receiver)
+        if with_weights:
+            coefficients = rule.coefficients(cloud, num_byzantine, receiver_key)
+            result, weights = cloud.combine(coefficients), coefficients[:-1]
+        else:
+            result, weights = rule.combine(cloud, num_byzantine, receiver_key), None
+        enough = jnp.sum(cloud.usable) >= num_agents - num_byzantine
+        return jnp.where(enough, result, jnp.nan), weights
+
+    def at_group(receivers: Array) -> tuple[Array, Array | None]:
+        if equivocal:
+            # The barrier keeps XLA from recomputing the lies inside every loop that reads them.
+            private = lax.optimization_barrier(attack.messages(phase, knowledge, receivers))
+        else:
+            private = jnp.zeros((len(receivers), 0, dimension), vectors.dtype)
+        return jax.vmap(at_receiver)(receivers, private)
+
+    if at_server:
+        receivers = jnp.asarray([num_agents])
+    elif equivocal or rule.differs_by_receiver:
+        receivers = agents
+    else:  # all honest receivers hold the same: one stands for them; each liar knows its own truth
+        receivers = jnp.append(honest[:1], byzantine)
+    rows_per_receiver = 2 * num_liars * equivocal + 2 + (0 if rule.has_weights else 2 * num_agents)
+    results, weights = _in_groups(at_group, receivers, rows_per_receiver * 4 * dimension)
+    if at_server:
+        pass
+    elif len(receivers) < num_agents:
+        stands_for = jnp.zeros(num_agents, int).at[byzantine].set(1 + jnp.arange(num_liars))
+        results = results[stands_for]
+        weights = None if weights is None else weights[stands_for]
+
+    diagnostics = None
+    if diagnose:
+        mean = knowledge.mean()
+        around_mean = knowledge.honest_around_mean()
+        square = jnp.sum(jnp.square(around_mean))
+        diagnostics = Diagnostics(
+            error=jnp.sum(jnp.square(results - mean), axis=1),
+            honest_variance=2 * square / max(1, len(around_mean) - 1),
+            diameter_before=_diameter(around_mean),
+            diameter_after=_diameter(results[honest] - results[honest[0]]) if not at_server else jnp.asarray(0.0),
+            weights=weights,
+        )
+    return (results[0] if at_server else results), diagnostics
+
+
+def _diameter(rows: Array) -> Array:
+    return jnp.sqrt(jnp.max(squared_distances(dot(rows, rows.T))))
+
+
+def _in_groups(function, receivers: Array, bytes_per_receiver: int):
+    """function(receivers), a group at a time, the groups as equal and as few as memory allows."""
+    num_receivers = len(receivers)
+    num_groups = -(-num_receivers * bytes_per_receiver // GROUP_BYTES)
+    group = -(-num_receivers // max(1, min(num_groups, num_receivers)))
+    num_groups = -(-num_receivers // group)
+    if num_groups == 1:
+        return function(receivers)
+    padded = jnp.pad(receivers, (0, num_groups * group - num_receivers), mode="edge")
+    outputs = lax.map(function, padded.reshape(num_groups, group))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:num_receivers], outputs)
