@@ -4,7 +4,7 @@ Notation: of K rows, n are usable (present, finite, norm below 1e18), and f of K
 not usable counts against f, so K − f rows are kept whatever is missing, and f' = f − (K − n) faults are left to fear
 among the usable ones: a rule on K rows with some missing is the same rule on the usable rows with f'.
 
-`kappa(K, f)` is the published bound on ‖F(x) − x̄_S‖² / (1/|S| Σ_{i∈S} ‖x_i − x̄_S‖²) over every honest subset S of
+`robustness_bound(K, f)` is the published bound on ‖F(x) − x̄_S‖² / (1/|S| Σ_{i∈S} ‖x_i − x̄_S‖²) over every honest subset S of
 K − f rows (Allouah et al. 2023, "Fixing by Mixing"), None where none is known to us.
 """
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from byzpg.clouds import Cloud
+from byzpg.components import check_choice, check_positive
 from byzpg.least_diameter import least_diameter_subset
 from byzpg.order_statistics import ascending, kth_smallest, smallest, sum_of_smallest
 from byzpg.rules import Rule, WeightedRule, apply_rule, mean_of
@@ -40,23 +41,12 @@ class Aggregator(Rule):
         """The weight [K] each row has in the result: who was trusted, who was dropped."""
         return apply_rule(self, received, num_byzantine, present, key, want_weights=True)
 
-    def kappa(self, num_agents: int, num_byzantine: int) -> float | None:
+    def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         return None
 
 
 class WeightedAggregator(WeightedRule, Aggregator):
     """An aggregator that is a weighted mean of the rows."""
-
-
-def check_choice(rule: object, name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{type(rule).__name__}: {name} must be one of {', '.join(choices)}; got {value!r}.")
-
-
-def check_positive(rule: object, **values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{type(rule).__name__}: {name} must be positive, got {value}.")
 
 
 def _faults_left(num_points: int, num_usable: Array, num_byzantine: int) -> Array:
@@ -129,7 +119,7 @@ class Median(Aggregator):
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return _middle(*_sorted(*cloud.rows()))
 
-    def kappa(self, num_agents: int, num_byzantine: int) -> float | None:
+    def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         return 4 * (1 + num_byzantine / (num_agents - 2 * num_byzantine)) ** 2
 
 
@@ -142,7 +132,7 @@ class TrimmedMean(Aggregator):
         trim = _faults_left(cloud.num_points, num_usable, num_byzantine)
         return _sum_between(values, trim, num_usable - trim) / (num_usable - 2 * trim)
 
-    def kappa(self, num_agents: int, num_byzantine: int) -> float | None:
+    def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         ratio = num_byzantine / (num_agents - 2 * num_byzantine)
         return 6 * ratio * (1 + ratio)
 
@@ -213,8 +203,9 @@ class Krum(WeightedAggregator):
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return mean_of(jnp.arange(cloud.num_points) == jnp.argmin(self._scores(cloud, num_byzantine)))
 
-    def kappa(self, num_agents: int, num_byzantine: int) -> float | None:
-        return 6 * (1 + num_byzantine / (num_agents - 2 * num_byzantine))
+    def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
+        # MultiKrum's is never worse than Krum's (Bareilles et al. 2026).
+        return 6 * (1 + num_byzantine / (num_agents - 2 * num_byzantine)) if self.neighbours == "paper" else None
 
 
 @dataclass(frozen=True)
@@ -276,7 +267,7 @@ class RFA(WeightedAggregator):
         )
         return result
 
-    def kappa(self, num_agents: int, num_byzantine: int) -> float | None:
+    def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         return 4 * (1 + num_byzantine / (num_agents - 2 * num_byzantine)) ** 2
 
 
@@ -307,7 +298,7 @@ class MDA(WeightedAggregator):
         keep = cloud.num_points - num_byzantine
         return mean_of(least_diameter_subset(cloud.distances(), cloud.usable, keep, self.node_limit))
 
-    def kappa(self, num_agents: int, num_byzantine: int) -> float | None:
+    def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         # ‖F − x̄_S‖ ≤ 2f/(K − f) · diameter (Farhadkhani et al. 2022), and diameter² ≤ 2 Σ_S ‖x_i − x̄_S‖².
         return 8 * num_byzantine**2 / (num_agents - num_byzantine)
 
@@ -421,9 +412,7 @@ class PreAggregator(Aggregator):
     rule: Aggregator
 
     @abstractmethod
-    def points(
-        self, cloud: Cloud, num_byzantine: int, key: Array | None
-    ) -> tuple[Array, Array, Array | None]:
+    def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         """The new points as combinations [n', n + 1] of the old ones, which are usable, and the inner rule's key."""
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
@@ -470,9 +459,7 @@ class NNM(PreAggregator):
     def __post_init__(self) -> None:
         _check_inner(self, self.rule)
 
-    def points(
-        self, cloud: Cloud, num_byzantine: int, key: Array | None
-    ) -> tuple[Array, Array, Array | None]:
+    def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         keep = cloud.num_points - num_byzantine
         near = smallest(cloud.distances(), keep) & cloud.usable[:, None] & cloud.usable[None, :]
         matrix = near / jnp.maximum(jnp.sum(near, axis=1, keepdims=True), 1)
@@ -481,8 +468,8 @@ class NNM(PreAggregator):
     def max_byzantine(self, num_agents: int) -> int:
         return min(self.rule.max_byzantine(num_agents), (num_agents - 1) // 2)
 
-    def kappa(self, num_agents: int, num_byzantine: int) -> float | None:
-        inner = self.rule.kappa(num_agents, num_byzantine)
+    def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
+        inner = self.rule.robustness_bound(num_agents, num_byzantine)
         return None if inner is None else 8 * num_byzantine / (num_agents - num_byzantine) * (1 + inner)
 
 
@@ -507,9 +494,7 @@ class Clipping(PreAggregator):
         _check_inner(self, self.rule)
         check_positive(self, threshold=self.threshold)
 
-    def points(
-        self, cloud: Cloud, num_byzantine: int, key: Array | None
-    ) -> tuple[Array, Array, Array | None]:
+    def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         scale = jnp.minimum(1, self.threshold / jnp.maximum(_norms(cloud), 1e-30))
         return _scaled(cloud, scale), cloud.usable, key
 
@@ -523,9 +508,7 @@ class ARC(PreAggregator):
     def __post_init__(self) -> None:
         _check_inner(self, self.rule)
 
-    def points(
-        self, cloud: Cloud, num_byzantine: int, key: Array | None
-    ) -> tuple[Array, Array, Array | None]:
+    def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         num_usable = jnp.sum(cloud.usable)
         faults = _faults_left(cloud.num_points, num_usable, num_byzantine)
         num_clipped = 2 * faults * (num_usable - faults) // num_usable
@@ -534,8 +517,8 @@ class ARC(PreAggregator):
         threshold = ordered[jnp.maximum(num_usable - 1 - num_clipped, 0)]
         return _scaled(cloud, jnp.minimum(1, threshold / jnp.maximum(norms, 1e-30))), cloud.usable, key
 
-    def kappa(self, num_agents: int, num_byzantine: int) -> float | None:
-        inner = self.rule.kappa(num_agents, num_byzantine)
+    def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
+        inner = self.rule.robustness_bound(num_agents, num_byzantine)
         return None if inner is None else inner + 2 * num_byzantine / (num_agents - 2 * num_byzantine)
 
 
@@ -571,9 +554,7 @@ class Bucketing(PreAggregator):
     def bound(self) -> str:
         return f"{self.rule.bound} for K/{self.size} buckets" if self.size else self.rule.bound
 
-    def points(
-        self, cloud: Cloud, num_byzantine: int, key: Array | None
-    ) -> tuple[Array, Array, Array | None]:
+    def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         assert key is not None
         num_rows = cloud.num_points
         size = self.bucket_size(num_rows, num_byzantine)

@@ -13,6 +13,7 @@ from jax import Array
 
 from byzpg import aggregators
 from byzpg.clouds import Cloud
+from byzpg.components import check_positive
 from byzpg.rules import Rule, WeightedRule, apply_rule, mean_of
 
 
@@ -67,7 +68,7 @@ class MDA(WeightedAgreement):
     node_limit: int = 1_000_000
 
     def __post_init__(self) -> None:
-        aggregators.check_positive(self, node_limit=self.node_limit)
+        check_positive(self, node_limit=self.node_limit)
 
     def max_byzantine(self, num_agents: int) -> int:
         return (num_agents - 1) // 4

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from byzpg.aggregators import check_choice, check_positive
 from byzpg.clouds import Cloud, dot, squared_distances
+from byzpg.components import Component, check_choice, check_positive
 from byzpg.least_diameter import least_diameter_subset
 from byzpg.rules import Rule
 
@@ -77,7 +77,7 @@ class Knowledge:
 
 
 @dataclass(frozen=True)
-class Attack:
+class Attack(Component):
     """Honest behaviour; every attack changes some of it."""
 
     equivocates: ClassVar[bool] = False  # tells receivers different things
@@ -462,7 +462,7 @@ class MDAFooling(Attack):
 
 
 @dataclass(frozen=True)
-class FixedSet:
+class FixedSet(Component):
     """The same Byzantine agents in every iteration: `members`, or the last f agents."""
 
     members: tuple[int, ...] | None = None
@@ -480,7 +480,7 @@ class FixedSet:
 
 
 @dataclass(frozen=True)
-class RotatingSet:
+class RotatingSet(Component):
     """f agents drawn anew every `period` iterations."""
 
     period: int = 1

@@ -84,9 +84,7 @@ class Cloud:
     plain: bool = field(default=True, metadata={"static": True})  # points are stored rows, unmixed
 
     @staticmethod
-    def of(
-        shared: SharedRows, private: Array, private_usable: Array, place: Array, own: Array | None
-    ) -> "Cloud":
+    def of(shared: SharedRows, private: Array, private_usable: Array, place: Array, own: Array | None) -> "Cloud":
         """The cloud whose point j is stored row place[j] (shared rows first, then private ones)."""
         num_shared = len(shared.raw)
         place = jnp.where(place < num_shared, place, place + 1)  # step over the origin's slot

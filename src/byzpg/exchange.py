@@ -16,7 +16,8 @@ from jax import Array, lax
 
 from byzpg.attacks import Attack, Knowledge
 from byzpg.clouds import Cloud, SharedRows, dot, finite_rows, squared_distances
-from byzpg.rules import Rule, check_num_byzantine, check_vectors
+from byzpg.components import check_num_byzantine, check_vectors
+from byzpg.rules import Rule
 
 # Bytes of lies held at once; a group of receivers is as large as this allows.
 GROUP_BYTES = 2**30
@@ -80,9 +81,7 @@ def exchange(
     )
 
 
-@partial(
-    jax.jit, static_argnames=("rule", "attack", "num_byzantine", "phase", "at_server", "diagnose")
-)
+@partial(jax.jit, static_argnames=("rule", "attack", "num_byzantine", "phase", "at_server", "diagnose"))
 def _exchange(
     rule: Rule,
     vectors: Array,

@@ -226,9 +226,7 @@ def _search(distances: Array, usable: Array, size: int, node_limit: int) -> Arra
     best = lax.while_loop(
         lambda state: (state.low < state.high) & (state.status != OUT_OF_NODES),
         bisect,
-        _Bisection(
-            jnp.min(radius), diameter_without(outside), outside, jnp.int32(0), jnp.int32(RUNNING)
-        ),
+        _Bisection(jnp.min(radius), diameter_without(outside), outside, jnp.int32(0), jnp.int32(RUNNING)),
     )
 
     # Now the first such subset in lexicographic order: try to keep, in order, each row that the subset leaves out.

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from byzpg.agreement import Agreement
 from byzpg.aggregators import Aggregator
+from byzpg.agreement import Agreement
 from byzpg.attacks import Attack, Knowledge
 from byzpg.exchange import exchange
 
@@ -85,7 +85,7 @@ def certificate(
         ratios = _aggregation_ratios(rule, received, keys, num_byzantine)
         fraction = num_byzantine / num_agents
         num_honest = num_agents - num_byzantine
-        kappa = rule.kappa(num_agents, num_byzantine)
+        kappa = rule.robustness_bound(num_agents, num_byzantine)
         # 1/(h(h − 1)) Σ ‖x_i − x_l‖² is 2h/(h − 1) times the variance that kappa is relative to.
         bound = None if kappa is None else kappa * (num_honest - 1) / (2 * num_honest) / fraction
         measured = {"C_ra": float(jnp.max(ratios)) / fraction}
@@ -97,9 +97,7 @@ def certificate(
             "contraction": rule.contraction(num_agents, num_byzantine),
             "C_avg": rule.drift(num_agents, num_byzantine),
         }
-    return Certificate(
-        rule, attack, num_agents, num_byzantine, dimension, trials, seed, measured, bounds
-    )
+    return Certificate(rule, attack, num_agents, num_byzantine, dimension, trials, seed, measured, bounds)
 
 
 def _liars(num_agents: int, num_byzantine: int) -> Array:

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from byzpg.clouds import Cloud
+from byzpg.components import Component, check_num_byzantine, check_vectors
 from byzpg.least_diameter import SearchLimitError
 
 
-class Rule(ABC):
-    """A rule that turns the K vectors one receiver holds into one vector.
-
-    Rules are frozen dataclasses: hashable, so they are static under jit; printable, so a run can be repeated.
-    """
+class Rule(Component, ABC):
+    """A rule that turns the K vectors one receiver holds into one vector."""
 
     bound: ClassVar[str] = "f < K/2"  # shown when it is broken
     needs_key: ClassVar[bool] = False  # randomised rules
@@ -36,9 +34,7 @@ class Rule(ABC):
         largest = self.max_byzantine(num_agents)
         if num_byzantine > largest:
             fix = f"use num_byzantine ≤ {largest}" if largest >= 0 else "use more agents"
-            raise ValueError(
-                f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: {fix}."
-            )
+            raise ValueError(f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: {fix}.")
 
     @abstractmethod
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
@@ -69,32 +65,6 @@ def mean_of(members: Array) -> Array:
     return jnp.append(members / jnp.sum(members), 0)
 
 
-def check_num_byzantine(num_byzantine: object) -> int:
-    if isinstance(num_byzantine, bool) or not isinstance(num_byzantine, int):
-        raise TypeError(
-            f"num_byzantine must be a Python int (it decides shapes), got {type(num_byzantine).__name__}."
-        )
-    return num_byzantine
-
-
-def check_vectors(name: str, vectors: object) -> Array:
-    """`vectors` as an array [K, d] of real numbers with K and d at least 1, or a clear error."""
-    dtype = getattr(vectors, "dtype", None)
-    if dtype is None:
-        raise TypeError(f"{name} must be an array [K, d] of float32, got {type(vectors).__name__}.")
-    if dtype not in (jnp.float32, jnp.float64):
-        raise TypeError(f"{name} must be float32 (or float64), got {dtype}; convert it with .astype('float32').")
-    array = jnp.asarray(vectors)
-    if array.ndim != 2:
-        raise ValueError(
-            f"{name} must have two axes [K, d], one row per sender; got shape {array.shape}"
-            f"{' (use jax.vmap for batches)' if array.ndim > 2 else ''}."
-        )
-    if 0 in array.shape:
-        raise ValueError(f"{name} must have at least one row and one column, got shape {array.shape}.")
-    return array
-
-
 def apply_rule(
     rule: Rule,
     received: object,
@@ -116,9 +86,7 @@ def apply_rule(
     if present is not None:
         mask = jnp.asarray(present)
         if mask.dtype != bool or mask.shape != rows.shape[:1]:
-            raise ValueError(
-                f"present must be one bool per row, [{len(rows)}]; got {mask.dtype} {list(mask.shape)}."
-            )
+            raise ValueError(f"present must be one bool per row, [{len(rows)}]; got {mask.dtype} {list(mask.shape)}.")
     if own is not None:
         own = jnp.asarray(own)
         if own.ndim or not jnp.issubdtype(own.dtype, jnp.integer):

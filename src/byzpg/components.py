@@ -1,0 +1,54 @@
+"""What all components (rules, attacks) share: they print as they are written, and check what they are given."""
+
+from dataclasses import fields
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Component:
+    """A frozen dataclass: hashable, so static under jit; printable, so a run can be repeated from its text."""
+
+    def __str__(self) -> str:
+        """The shortest expression that makes this component: RFA(), NNM(rule=RFA()), Krum(neighbours='original')."""
+        options = []
+        for option in fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, option.name)
+            if value != option.default:
+                options.append(f"{option.name}={value if isinstance(value, Component) else repr(value)}")
+        return f"{type(self).__name__}({', '.join(options)})"
+
+
+def check_choice(component: object, name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{type(component).__name__}: {name} must be one of {', '.join(choices)}; got {value!r}.")
+
+
+def check_positive(component: object, **values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{type(component).__name__}: {name} must be positive, got {value}.")
+
+
+def check_num_byzantine(num_byzantine: object) -> int:
+    if isinstance(num_byzantine, bool) or not isinstance(num_byzantine, int):
+        raise TypeError(f"num_byzantine must be a Python int (it decides shapes), got {type(num_byzantine).__name__}.")
+    return num_byzantine
+
+
+def check_vectors(name: str, vectors: object) -> Array:
+    """`vectors` as an array [K, d] of real numbers with K and d at least 1, or a clear error."""
+    dtype = getattr(vectors, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{name} must be an array [K, d] of float32, got {type(vectors).__name__}.")
+    if dtype not in (jnp.float32, jnp.float64):
+        raise TypeError(f"{name} must be float32 (or float64), got {dtype}; convert it with .astype('float32').")
+    array = jnp.asarray(vectors)
+    if array.ndim != 2:
+        raise ValueError(
+            f"{name} must have two axes [K, d], one row per sender; got shape {array.shape}"
+            f"{' (use jax.vmap for batches)' if array.ndim > 2 else ''}."
+        )
+    if 0 in array.shape:
+        raise ValueError(f"{name} must have at least one row and one column, got shape {array.shape}.")
+    return array
