@@ -4,8 +4,8 @@ Notation: of K rows, n are usable (present, finite, norm below 1e18), and f of K
 not usable counts against f, so K − f rows are kept whatever is missing, and f' = f − (K − n) faults are left to fear
 among the usable ones: a rule on K rows with some missing is the same rule on the usable rows with f'.
 
-`robustness_bound(K, f)` is the published bound on ‖F(x) − x̄_S‖² / (1/|S| Σ_{i∈S} ‖x_i − x̄_S‖²) over every honest subset S of
-K − f rows (Allouah et al. 2023, "Fixing by Mixing"), None where none is known to us.
+`robustness_bound(K, f)` is the published bound κ on ‖F(x) − x̄_S‖² / (1/|S| Σ_{i∈S} ‖x_i − x̄_S‖²) over every subset S of
+K − f rows (Allouah et al. 2023, "Fixing by Mixing"); None where none is known to us.
 """
 
 from abc import abstractmethod
@@ -501,7 +501,7 @@ class Clipping(PreAggregator):
 
 @dataclass(frozen=True)
 class ARC(PreAggregator):
-    """Adaptive robust clipping: the k = ⌊2 f'(n − f')/n⌋ longest rows, cut to the next one's norm (Allouah et al. 2025)."""
+    """Adaptive robust clipping: the ⌊2f'(n − f')/n⌋ longest rows cut to the next one's norm (Allouah et al. 2025)."""
 
     rule: Aggregator
 
@@ -532,13 +532,19 @@ class Bucketing(PreAggregator):
 
     rule: Aggregator
     size: int | None = None
-    needs_key: ClassVar[bool] = True
-    differs_by_receiver: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_inner(self, self.rule)
         if self.size is not None:
             check_positive(self, size=self.size)
+
+    @property
+    def needs_key(self) -> bool:
+        return True
+
+    @property
+    def differs_by_receiver(self) -> bool:
+        return True
 
     def bucket_size(self, num_agents: int, num_byzantine: int) -> int:
         if self.size is not None:

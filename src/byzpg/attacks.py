@@ -474,7 +474,7 @@ class FixedSet(Component):
             return jnp.arange(num_agents - num_byzantine, num_agents)
         if len(set(members)) != num_byzantine or not all(0 <= m < num_agents for m in members):
             raise ValueError(
-                f"FixedSet: members must be {num_byzantine} different indices from 0 to {num_agents - 1}, got {members}."
+                f"FixedSet: members must be {num_byzantine} different agents of 0 to {num_agents - 1}; got {members}."
             )
         return jnp.asarray(sorted(members), int)
 

@@ -170,7 +170,8 @@ class Cloud:
 
     def rows(self, members: Array | None = None) -> tuple[list[Array], list[Array]]:
         """The points as a list, in any order, and which of them are `members` [n] (default: the usable ones)."""
-        members = self.usable if members is None else members
+        if members is None:
+            members = self.usable
         num_shared = len(self.shared.raw)
         if self.plain:  # as received: no rounding from centring, and no copy
             stored = jnp.any((self.mixing[:-1] > 0) & members[:, None], axis=0)

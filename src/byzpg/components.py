@@ -1,6 +1,6 @@
 """What all components (rules, attacks) share: they print as they are written, and check what they are given."""
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,12 +10,15 @@ class Component:
     """A frozen dataclass: hashable, so static under jit; printable, so a run can be repeated from its text."""
 
     def __str__(self) -> str:
-        """The shortest expression that makes this component: RFA(), NNM(rule=RFA()), Krum(neighbours='original')."""
+        """The shortest expression that makes this component: RFA(), NNM(RFA()), Krum(neighbours='original')."""
         options = []
         for option in fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, option.name)
-            if value != option.default:
-                options.append(f"{option.name}={value if isinstance(value, Component) else repr(value)}")
+            text = str(value) if isinstance(value, Component) else repr(value)
+            if option.default is MISSING:
+                options.append(text)
+            elif value != option.default:
+                options.append(f"{option.name}={text}")
         return f"{type(self).__name__}({', '.join(options)})"
 
 

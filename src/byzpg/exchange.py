@@ -136,8 +136,7 @@ def _exchange(
 
     def at_group(receivers: Array) -> tuple[Array, Array | None]:
         if equivocal:
-            # The barrier keeps XLA from recomputing the lies inside every loop that reads them.
-            private = lax.optimization_barrier(attack.messages(phase, knowledge, receivers))
+            private = attack.messages(phase, knowledge, receivers)
         else:
             private = jnp.zeros((len(receivers), 0, dimension), vectors.dtype)
         return jax.vmap(at_receiver)(receivers, private)

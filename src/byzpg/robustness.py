@@ -44,6 +44,7 @@ class Certificate:
         )
 
 
+@partial(jax.jit, static_argnames=("trials", "num_agents", "dimension"))
 def honest_clouds(key: Array, trials: int, num_agents: int, dimension: int) -> Array:
     """Vectors [trials, K, d] of four kinds in turn: Gaussian, heavy-tailed, two clusters, spread along one axis.
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from byzpg.clouds import Cloud
 from byzpg.components import Component, check_num_byzantine, check_vectors
@@ -67,11 +68,11 @@ def mean_of(members: Array) -> Array:
 
 def apply_rule(
     rule: Rule,
-    received: object,
+    received: Array,
     num_byzantine: int,
-    present: object,
+    present: Array | None,
     key: Array | None,
-    own: object = None,
+    own: int | Array | None = None,
     *,
     want_weights: bool = False,
 ) -> Array:
@@ -87,17 +88,18 @@ def apply_rule(
         mask = jnp.asarray(present)
         if mask.dtype != bool or mask.shape != rows.shape[:1]:
             raise ValueError(f"present must be one bool per row, [{len(rows)}]; got {mask.dtype} {list(mask.shape)}.")
+    own_row = None
     if own is not None:
-        own = jnp.asarray(own)
-        if own.ndim or not jnp.issubdtype(own.dtype, jnp.integer):
-            raise TypeError("own must be the index of the receiver's own row.")
-        if not isinstance(own, jax.core.Tracer) and not 0 <= int(own) < len(rows):
-            raise ValueError(f"own must be the index of a row, 0 to {len(rows) - 1}; got {int(own)}.")
+        own_row = jnp.asarray(own)
+        if own_row.ndim or not jnp.issubdtype(own_row.dtype, jnp.integer):
+            raise TypeError(f"own must be the index of the receiver's own row, got {own!r}.")
+        if not isinstance(own_row, Tracer) and not 0 <= int(own_row) < len(rows):
+            raise ValueError(f"own must be the index of a row, 0 to {len(rows) - 1}; got {own}.")
     try:
         result, num_usable, own_usable = _run(
-            rule, rows, mask, own, key, num_byzantine=num_byzantine, want_weights=want_weights
+            rule, rows, mask, own_row, key, num_byzantine=num_byzantine, want_weights=want_weights
         )
-        if isinstance(num_usable, jax.core.Tracer):
+        if isinstance(num_usable, Tracer):
             return result
         if int(num_usable) < len(rows) - num_byzantine:
             raise ValueError(
@@ -105,7 +107,7 @@ def apply_rule(
                 f"K − f = {len(rows) - num_byzantine} are needed with num_byzantine = {num_byzantine}."
             )
         if not bool(own_usable):
-            raise ValueError(f"{rule}: the receiver's own row {int(own)} is absent or not finite.")
+            raise ValueError(f"{rule}: the receiver's own row, {own}, is absent or not finite.")
         return result
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         _, marker, message = str(error).partition("SearchLimitError: ")

@@ -1,0 +1,201 @@
+"""How fast the rules are: every rule, applied at all K receivers under an equivocating attack.
+
+    python benchmarks/robust.py                    # the three smaller sizes, and MDA's own table
+    python benchmarks/robust.py --sizes 100x1000000
+
+Baselines: (a) the naive NumPy twin of each rule (tests/twins.py), run once per receiver; (b) the matrix products any
+distance rule must pay: one K × K × d for the rows all receivers share, and f × K × d per receiver for the lies told to
+it alone (NumPy's BLAS or XLA, whichever is faster). Ours includes making the lies. Times are the best of several runs.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from byzpg import aggregators, agreement, attacks, exchange
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import twins
+
+ATTACK = attacks.Equivocate()
+RULES: dict[str, tuple[aggregators.Aggregator | agreement.Agreement, Callable | None]] = {
+    "Mean": (aggregators.Mean(), twins.mean),
+    "Median": (aggregators.Median(), twins.median),
+    "TrimmedMean": (aggregators.TrimmedMean(), twins.trimmed_mean),
+    "MeaMed": (aggregators.MeaMed(), twins.meamed),
+    "Krum": (aggregators.Krum(), twins.krum),
+    "MultiKrum": (aggregators.MultiKrum(), twins.multi_krum),
+    "RFA": (aggregators.RFA(), lambda x, f: twins.rfa(x, f, tolerance=1e-5)),
+    "MDA": (aggregators.MDA(), twins.mda),
+    "MoNNA": (aggregators.MoNNA(), twins.monna),
+    "Bulyan": (aggregators.Bulyan(), twins.bulyan),
+    "CenteredClipping": (
+        aggregators.CenteredClipping(),
+        lambda x, f: twins.centered_clipping(x, f, radius=1.0, iterations=3, start="medoid"),
+    ),
+    "CAF": (aggregators.CAF(), twins.caf),
+    "NNM(RFA)": (
+        aggregators.NNM(aggregators.RFA()),
+        lambda x, f: twins.rfa(twins.nnm(x.astype(float), f), f, tolerance=1e-5),
+    ),
+    "ARC(RFA)": (
+        aggregators.ARC(aggregators.RFA()),
+        lambda x, f: twins.rfa(twins.arc(x.astype(float), f), f, tolerance=1e-5),
+    ),
+    "Bucketing(RFA)": (
+        aggregators.Bucketing(aggregators.RFA()),
+        lambda x, f: twins.rfa(
+            twins.buckets(x.astype(float), np.random.default_rng(0).permutation(len(x)), 2), f, tolerance=1e-5
+        ),
+    ),
+    "agreement.MDA": (agreement.MDA(), lambda x, f: twins.agree_mda(x, 0, f)),
+    "agreement.GDA": (agreement.GDA(), lambda x, f: twins.agree_gda(x, 0, f)),
+    "agreement.TrimmedMean": (agreement.TrimmedMeanAgreement(), lambda x, f: twins.agree_trimmed_mean(x, 0, f)),
+}
+# At a million parameters a run takes 10 s or more: the main rules only, each in a process of its own to see its memory.
+LARGE_RULES = ["Krum", "MultiKrum", "RFA", "MDA", "agreement.MDA", "agreement.GDA", "Median", "TrimmedMean"]
+
+
+def best_ms(function: Callable, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times)
+
+
+def vectors(num_agents: int, dimension: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((num_agents, dimension), np.float32) + np.float32(1)
+
+
+def matrix_products_ms(rows: np.ndarray, num_byzantine: int) -> float:
+    """Baseline (b)."""
+    num_agents = len(rows)
+    lies = rows[-num_byzantine:] * 2
+    product = jax.jit(lambda left, right: jnp.matmul(left, right.T, precision="highest"))
+    on_device, lies_on_device = jnp.asarray(rows), jnp.asarray(lies)
+    repeats = 1 if rows.size > 5e7 else 5
+    if num_agents * lies.size < 2e8:  # all receivers' lies in one product, as a good implementation would
+        lies = np.tile(lies, (num_agents, 1))
+        lies_on_device, times = jnp.asarray(lies), 1
+    else:
+        times = num_agents
+    jax.block_until_ready((product(on_device, on_device), product(lies_on_device, on_device)))
+    blas = best_ms(lambda: rows @ rows.T, repeats) + times * best_ms(lambda: lies @ rows.T, repeats)
+    xla = best_ms(lambda: product(on_device, on_device), repeats)
+    xla += times * best_ms(lambda: product(lies_on_device, on_device), repeats)
+    return min(blas, xla)
+
+
+def ours_ms(name: str, rows: np.ndarray, num_byzantine: int) -> tuple[float, int]:
+    """All receivers; and the f used, which the rule's own bound may lower."""
+    rule, _ = RULES[name]
+    num_agents = len(rows)
+    num_byzantine = min(num_byzantine, rule.max_byzantine(num_agents))
+    on_device, key = jnp.asarray(rows), jax.random.key(0)
+    liars = jnp.arange(num_agents - num_byzantine, num_agents)
+
+    def run() -> jax.Array:
+        return exchange(rule, on_device, byzantine=liars, attack=ATTACK, num_byzantine=num_byzantine, key=key)[0]
+
+    jax.block_until_ready(run())  # compile
+    return best_ms(run, 1 if rows.size > 5e7 else 3 if rows.size > 1e6 else 20), num_byzantine
+
+
+def naive_ms(name: str, rows: np.ndarray, num_byzantine: int) -> float | None:
+    """Baseline (a): one receiver, times K. None where a single receiver takes hours."""
+    _, twin = RULES[name]
+    num_agents = len(rows)
+    if twin is None or ("MDA" in name and num_agents > 13):
+        return None
+    return num_agents * best_ms(lambda: twin(rows, num_byzantine), 2 if num_agents <= 13 else 1)
+
+
+def table(num_agents: int, dimension: int) -> None:
+    num_byzantine = (num_agents - 1) // 4
+    rows = vectors(num_agents, dimension)
+    products = matrix_products_ms(rows, num_byzantine)
+    print(f"\n### K = {num_agents}, d = {dimension:,}, f = {num_byzantine} (or the rule's largest)\n")
+    print(f"(b) matrix products: {products:.3g} ms\n")
+    print("| rule | f | ours, ms | (a) naive, ms | (a) / ours | ours / (b) |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for name in RULES:
+        ours, used = ours_ms(name, rows, num_byzantine)
+        naive = naive_ms(name, rows, used)
+        against = "| – | – |" if naive is None else f"| {naive:.3g} | {naive / ours:.0f}× |"
+        print(f"| {name} | {used} | {ours:.3g} {against} {ours / products:.1f}× |", flush=True)
+
+
+def large_table(num_agents: int, dimension: int) -> None:
+    num_byzantine = (num_agents - 1) // 4
+    print(f"\n### K = {num_agents}, d = {dimension:,}, f = {num_byzantine} (or the rule's largest)\n")
+    rows = vectors(num_agents, dimension)
+    products = matrix_products_ms(rows, num_byzantine)
+    del rows
+    print(f"(b) matrix products: {products / 1e3:.3g} s\n")
+    print("| rule | f | ours, s | ours / (b) | peak memory, GiB |")
+    print("|---|---:|---:|---:|---:|", flush=True)
+    for name in LARGE_RULES:
+        command = [sys.executable, __file__, "--one", name, "--sizes", f"{num_agents}x{dimension}"]
+        ours, used, peak = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        print(f"| {name} | {used} | {float(ours) / 1e3:.3g} | {float(ours) / products:.1f}× | {peak} |", flush=True)
+
+
+def one(name: str, num_agents: int, dimension: int) -> None:
+    ours, used = ours_ms(name, vectors(num_agents, dimension), (num_agents - 1) // 4)
+    print(ours, used, f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f}")
+
+
+def least_diameter() -> None:
+    """MDA on one core: distances and search together, d = 50."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    print("\n### MDA on one core, d = 50\n\n| case | ms |\n|---|---:|")
+    for num_agents, num_byzantine in [(13, 3), (64, 15), (200, 49)]:
+        rows = jnp.asarray(vectors(num_agents, 50))
+
+        def run(rows: jax.Array = rows, num_byzantine: int = num_byzantine) -> jax.Array:
+            return agreement.MDA()(rows, own=0, num_byzantine=num_byzantine)
+
+        run()
+        print(f"| one receiver, K = {num_agents}, f = {num_byzantine} | {best_ms(run, 5):.3g} |", flush=True)
+    rows, liars, key = jnp.asarray(vectors(100, 50)), jnp.arange(76, 100), jax.random.key(0)
+    options = {"byzantine": liars, "num_byzantine": 24, "phase": "parameters", "key": key}
+    for attack in (ATTACK, attacks.MDAFooling(), attacks.LargeNoise(scale=3.0)):
+
+        def one_round(attack: attacks.Attack = attack) -> jax.Array:
+            return exchange(agreement.MDA(), rows, attack=attack, **options)[0]
+
+        one_round()
+        print(f"| one round of 100 receivers, f = 24, {attack} | {best_ms(one_round, 3):.3g} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["13x386", "13x4996", "50x100000"], metavar="KxD")
+    parser.add_argument("--one", choices=list(RULES), help="only this rule, at the first size: ms, f, peak GiB")
+    arguments = parser.parse_args()
+    sizes = [tuple(int(part) for part in size.split("x")) for size in arguments.sizes]
+    if arguments.one:
+        one(arguments.one, *sizes[0])
+        return
+    print(
+        f"JAX {jax.__version__} on {jax.devices()[0].platform}, {len(os.sched_getaffinity(0))} cores, attack {ATTACK}"
+    )
+    for num_agents, dimension in sizes:
+        (large_table if num_agents * dimension > 5e7 else table)(num_agents, dimension)
+    if len(sizes) > 1:
+        least_diameter()
+
+
+if __name__ == "__main__":
+    main()
