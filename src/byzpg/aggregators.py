@@ -513,8 +513,8 @@ class ARC(PreAggregator):
         faults = _faults_left(cloud.num_points, num_usable, num_byzantine)
         num_clipped = 2 * faults * (num_usable - faults) // num_usable
         norms = _norms(cloud)
-        ordered = jnp.sort(jnp.where(cloud.usable, norms, jnp.inf))
-        threshold = ordered[jnp.maximum(num_usable - 1 - num_clipped, 0)]
+        longest_first, _ = lax.top_k(jnp.where(cloud.usable, norms, -1), cloud.num_points)
+        threshold = longest_first[num_clipped]
         return _scaled(cloud, jnp.minimum(1, threshold / jnp.maximum(norms, 1e-30))), cloud.usable, key
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:

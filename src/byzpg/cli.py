@@ -72,9 +72,8 @@ class Certify:
         if self.output.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--output must end in .png, .svg or .pdf, got {self.output}.")
         tolerant = [rule for rule in RULES if rule.max_byzantine(self.num_agents) >= self.num_byzantine]
-        table = Table(
-            title=f"K = {self.num_agents}, f = {self.num_byzantine}, worst of {self.trials} clouds per attack"
-        )
+        setting = f"K = {self.num_agents}, f = {self.num_byzantine}"
+        table = Table(title=f"{setting}, worst of {self.trials} clouds per attack")
         table.add_column("rule")
         table.add_column("worst attack")
         table.add_column("C_ra there", justify="right")
@@ -104,7 +103,7 @@ class Certify:
         for rule in RULES:
             if rule not in tolerant:
                 console.print(f"Left out: {rule} needs {rule.bound}.")
-        title = f"Robust rules under attack: K = {self.num_agents}, f = {self.num_byzantine}"
+        title = f"Robust rules under attack: {setting}"
         figures.save(figures.constants_heatmap(constants, title), self.output)
         console.print(f"Picture: {self.output}")
 

@@ -116,7 +116,7 @@ class Cloud:
             shared = SharedRows.around(rows, usable, jnp.where(usable[index], rows[index], 0))
             distances = squared_distances(shared.gram[:-1, :-1])
             distances = jnp.where(usable[:, None] & usable[None, :], distances, jnp.inf)
-            radius = jnp.sort(distances, axis=1)[:, majority - 1]
+            radius = -lax.top_k(-distances, majority)[0][:, -1]
             best = jnp.argmin(radius)
             too_far = radius[index] > CENTRE_SLACK**2 * radius[best]
             return shared.centre, shared.centred, shared.gram, best, too_far
@@ -126,7 +126,14 @@ class Cloud:
         centre, centred, gram, *_ = lax.while_loop(
             lambda state: state[4] & (state[5] < 8),
             lambda state: (*centred_on(state[3]), state[5] + 1),
-            (*centred_on(jnp.argmax(usable)), jnp.int32(0)),
+            (
+                jnp.zeros_like(rows[0]),
+                jnp.zeros((num_rows + 1, rows.shape[1]), rows.dtype),
+                jnp.zeros((num_rows + 1, num_rows + 1), rows.dtype),
+                jnp.argmax(usable),
+                jnp.asarray(True),
+                jnp.int32(0),
+            ),
         )
         shared = SharedRows(rows, centre, centred, jnp.append(usable, True), gram)
         return Cloud.of(shared, rows[:0], usable[:0], jnp.arange(num_rows), own)

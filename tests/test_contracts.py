@@ -1,0 +1,362 @@
+"""What every aggregation and agreement rule promises: one table per family says who claims what, the tests hold it.
+
+A claim is tested both ways: a rule that makes it must keep it, and one that does not must be seen to break it, so that
+every test here has its negative control. Golden values are in test_aggregators.py.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from byzpg import aggregators, agreement, rules
+from byzpg.aggregators import (
+    ARC,
+    CAF,
+    MDA,
+    NNM,
+    RFA,
+    Aggregator,
+    Bucketing,
+    Bulyan,
+    CenteredClipping,
+    Clipping,
+    Krum,
+    MeaMed,
+    Mean,
+    Median,
+    MoNNA,
+    MultiKrum,
+    TrimmedMean,
+)
+from byzpg.agreement import GDA, Agreement, NoAgreement, TrimmedMeanAgreement
+
+K, D, OWN = 13, 5, 4  # rows, columns, the receiver's own row
+KEY = jax.random.key(7)
+EVERYONE = np.ones(K, bool)
+
+
+@dataclass(frozen=True)
+class Case:
+    rule: Aggregator | Agreement
+    f: int
+    largest: int  # the most Byzantine rows of 13 it tolerates
+    weights: str | None = None  # "sum to 1"; "at most 1" (the origin has the rest); None: not a weighted mean
+    permutes: bool = True  # the order of the rows does not matter
+    translates: bool = True  # F(x + c) = F(x) + c
+    drops: bool = True  # a missing row is the same rule without that row, with f − 1
+    mean_at_zero: bool = False  # f = 0 is the mean
+    agrees: str = "exactly"  # identical rows come back "exactly", "up to rounding", or "no" (None claimed)
+    robust: bool = True  # the error stays within a constant times the honest spread, wherever the liars are
+
+    def __str__(self) -> str:
+        return f"{self.rule} f={self.f}"
+
+
+CONVEX, SHRUNK = "sum to 1", "at most 1"
+ROUNDED = "up to rounding"
+
+AGGREGATORS = [
+    Case(Mean(), 3, 12, CONVEX, mean_at_zero=True, robust=False),
+    Case(Median(), 3, 6),
+    Case(TrimmedMean(), 3, 6, mean_at_zero=True, agrees=ROUNDED),
+    Case(MeaMed(), 3, 6, mean_at_zero=True, agrees=ROUNDED),
+    Case(Bulyan(), 2, 2, mean_at_zero=True, agrees=ROUNDED),
+    Case(Krum(), 3, 3, CONVEX),
+    Case(Krum(neighbours="original"), 3, 3, CONVEX),
+    Case(MultiKrum(), 3, 5, CONVEX, mean_at_zero=True),
+    Case(MultiKrum(neighbours="original"), 3, 5, CONVEX, mean_at_zero=True),
+    Case(RFA(), 3, 6, CONVEX),
+    Case(RFA.reference(), 3, 6, CONVEX, translates=False),
+    Case(MDA(), 3, 6, CONVEX, mean_at_zero=True),  # by the table of subsets
+    Case(MDA(), 4, 6, CONVEX, mean_at_zero=True),  # by search
+    Case(MoNNA(), 3, 6, CONVEX, mean_at_zero=True),
+    Case(MoNNA(pivot=OWN), 3, 6, CONVEX, permutes=False, mean_at_zero=True),
+    Case(CenteredClipping(), 3, 6, CONVEX),
+    Case(CenteredClipping(radius=2.0, iterations=5, start="zero"), 3, 6, SHRUNK, translates=False, agrees="no"),
+    Case(CAF(), 3, 6, CONVEX, mean_at_zero=True),
+    Case(Bucketing(RFA(), size=2), 3, 3, CONVEX, permutes=False, drops=False),
+    Case(Bucketing(TrimmedMean()), 2, 6, permutes=False, drops=False, mean_at_zero=True, agrees=ROUNDED),
+    Case(NNM(MultiKrum()), 3, 5, CONVEX, mean_at_zero=True),
+    Case(NNM(Median()), 3, 6, mean_at_zero=True),
+    Case(ARC(MultiKrum()), 3, 5, SHRUNK, translates=False, mean_at_zero=True),
+    Case(ARC(MeaMed()), 3, 6, translates=False, mean_at_zero=True, agrees=ROUNDED),
+    Case(Clipping(RFA(), threshold=2.0), 3, 6, SHRUNK, translates=False, agrees="no"),
+    Case(Clipping(Median(), threshold=2.0), 3, 6, translates=False, agrees="no"),
+]
+
+AGREEMENTS = [
+    Case(agreement.MDA(), 3, 3, CONVEX, mean_at_zero=True),
+    Case(GDA(), 2, 2, CONVEX, mean_at_zero=True),
+    Case(TrimmedMeanAgreement(), 3, 3, mean_at_zero=True, agrees=ROUNDED),
+    Case(NoAgreement(), 3, 12, CONVEX),
+]
+
+every_rule = pytest.mark.parametrize("case", AGGREGATORS + AGREEMENTS, ids=str)
+every_weighted_rule = pytest.mark.parametrize("case", [c for c in AGGREGATORS + AGREEMENTS if c.weights], ids=str)
+
+
+def cloud(seed: int, num_rows: int = K) -> np.ndarray:
+    """Rows of spread 1 around a point of norm 1 to 3, two of them outliers, so that every rule drops someone."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(num_rows, D)) + rng.normal(size=D)
+    rows[1:3] *= 4
+    return rows.astype(np.float32)
+
+
+def call(
+    case: Case, rows: Any, f: int | None = None, present: Any = EVERYONE, own: int = OWN, weights: bool = False
+) -> jax.Array:
+    """The rule, or its weights, with everything it may need. A fixed signature: few programs to compile."""
+    function: Callable = case.rule.weights if weights else case.rule
+    options = {"own": own} if isinstance(case.rule, Agreement) else {}
+    return function(rows, num_byzantine=case.f if f is None else f, present=present, key=KEY, **options)
+
+
+def without(*missing: int) -> np.ndarray:
+    present = EVERYONE.copy()
+    present[list(missing)] = False
+    return present
+
+
+def close(left: Any, right: Any, tolerance: float = 1e-4) -> bool:
+    return np.allclose(left, right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("module", "family", "table"), [(aggregators, Aggregator, AGGREGATORS), (agreement, Agreement, AGREEMENTS)]
+)
+def test_the_table_holds_every_rule(module: Any, family: type, table: list[Case]):
+    classes = {c for c in vars(module).values() if isinstance(c, type) and issubclass(c, family)}
+    concrete = {c for c in classes if not inspect.isabstract(c) and not c.__name__.startswith("_")}
+    assert {type(case.rule) for case in table} == concrete
+
+
+@every_rule
+def test_shape_dtype_and_input_untouched(case: Case):
+    rows, present = cloud(0), without(7)
+    rows[9] = np.nan
+    rows_before, present_before = rows.tobytes(), present.tobytes()
+    result = call(case, rows, present=present)
+    assert result.shape == (D,)
+    assert result.dtype == jnp.float32
+    assert np.all(np.isfinite(result))
+    assert (rows.tobytes(), present.tobytes()) == (rows_before, present_before)
+
+
+@every_rule
+def test_jit_and_vmap_are_the_loop_and_trace_once(case: Case):
+    traces = []
+
+    def batched(clouds: jax.Array) -> jax.Array:
+        traces.append(clouds.shape)
+        return jax.vmap(lambda rows: call(case, rows, present=None))(clouds)
+
+    compiled = jax.jit(batched)
+    for seeds in (range(3), range(3, 6)):
+        clouds = np.stack([cloud(seed) for seed in seeds])
+        np.testing.assert_allclose(compiled(clouds), [call(case, rows) for rows in clouds], rtol=1e-5, atol=1e-5)
+    assert len(traces) == 1
+
+
+@every_rule
+def test_no_jit_is_jit_and_other_values_do_not_compile_again(case: Case):
+    expected = call(case, cloud(0))
+    programs = rules._run._cache_size()
+    assert not close(call(case, cloud(1), present=without(8)), expected)
+    assert rules._run._cache_size() == programs
+    with jax.disable_jit():
+        np.testing.assert_allclose(call(case, cloud(0)), expected, rtol=1e-5, atol=1e-5)
+
+
+@every_rule
+@pytest.mark.parametrize("row", [0, 7])
+def test_content_of_a_missing_row_does_not_matter(case: Case, row: int):
+    rows = cloud(2)
+    expected = call(case, rows, present=without(row))
+    assert np.all(np.isfinite(expected))
+    for garbage in (0, -1e4, 1e25, np.nan, -np.inf):
+        rows[row] = garbage
+        np.testing.assert_array_equal(call(case, rows, present=without(row)), expected)
+    for columns in (slice(None), 3):  # a whole row, or one entry of it
+        for unusable in (np.nan, np.inf, -np.inf, 1e25):
+            rows[row] = 1
+            rows[row, columns] = unusable
+            np.testing.assert_array_equal(call(case, rows), expected)
+
+
+@every_rule
+def test_a_missing_row_is_the_rule_without_it_and_one_fault_less(case: Case):
+    rows = cloud(3)
+    smaller = call(case, np.delete(rows, 7, axis=0), f=case.f - 1, present=EVERYONE[:-1])
+    assert close(call(case, rows, present=without(7)), smaller) == case.drops
+
+
+@every_rule
+def test_permutation(case: Case):
+    rows = cloud(4)
+    order = np.random.default_rng(4).permutation(K)
+    own = int(np.flatnonzero(order == OWN)[0])
+    assert own != OWN
+    assert close(call(case, rows[order], own=own), call(case, rows)) == case.permutes
+
+
+@every_rule
+def test_translation(case: Case):
+    assert close(call(case, cloud(5) + np.float32(10)), call(case, cloud(5)) + 10) == case.translates
+
+
+@every_rule
+def test_no_faults_is_the_mean(case: Case):
+    rows = cloud(6)
+    assert close(call(case, rows, f=0), rows.mean(axis=0), 1e-5) == case.mean_at_zero
+
+
+@every_weighted_rule
+def test_weights(case: Case):
+    rows, present = cloud(7), without(8)
+    weights = np.asarray(call(case, rows, present=present, weights=True))
+    assert weights.shape == (K,)
+    assert np.all(weights >= 0)
+    assert weights[8] == 0
+    assert np.isclose(weights.sum(), 1, atol=1e-6) == (case.weights == CONVEX)
+    assert weights.sum() < 1 + 1e-6
+    np.testing.assert_allclose(weights @ rows, call(case, rows, present=present), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [c for c in AGGREGATORS + AGREEMENTS if not c.weights], ids=str)
+def test_coordinate_rules_have_no_weights(case: Case):
+    with pytest.raises(TypeError, match="not a weighted mean"):
+        call(case, cloud(7), weights=True)
+
+
+@every_rule
+def test_identical_rows_come_back(case: Case):
+    row = 3 * np.random.default_rng(8).normal(size=D).astype(np.float32)
+    result = np.asarray(call(case, np.tile(row, (K, 1))))
+    few_ulp = np.max(np.abs(result - row) / np.spacing(np.abs(row))) <= 4
+    assert few_ulp == (case.agrees != "no")
+    assert np.array_equal(result, row) == (case.agrees == "exactly")
+
+
+@every_rule
+def test_error_is_bounded_wherever_the_liars_are(case: Case):
+    """The plain mean must fail this."""
+    worst = 0.0
+    for seed in range(5):
+        rng = np.random.default_rng(100 + seed)
+        honest = rng.normal(size=(K - case.f, D)) + 1 / np.sqrt(D)
+        spread = np.sqrt(np.mean(np.sum((honest - honest.mean(axis=0)) ** 2, axis=1)))
+        direction = rng.normal(size=D)
+        direction /= np.linalg.norm(direction)
+        for distance in (1, 1e2, 1e4, 1e6):
+            lie = honest.mean(axis=0) + distance * spread * direction
+            rows = np.concatenate([np.tile(lie, (case.f, 1)), honest]).astype(np.float32)
+            error = np.linalg.norm(call(case, rows) - honest.mean(axis=0))
+            worst = max(worst, float(error / spread))
+    assert (worst < 3) == case.robust
+
+
+@every_rule
+def test_rules_are_values(case: Case):
+    same = replace(case.rule)
+    assert same is not case.rule
+    assert same == case.rule
+    assert hash(same) == hash(case.rule)
+    assert eval(str(case.rule), vars(inspect.getmodule(type(case.rule)))) == case.rule
+    assert [other.rule for other in AGGREGATORS + AGREEMENTS].count(case.rule) == 1 + (case.rule == MDA())
+
+
+@every_rule
+def test_the_bound_is_named_and_so_is_the_largest_f(case: Case):
+    case.rule.check(K, case.largest)
+    with pytest.raises(ValueError, match=f"{re.escape(f'{case.rule} needs {case.rule.bound}')}.* ≤ {case.largest}\\."):
+        call(case, cloud(0), f=case.largest + 1)
+
+
+@every_rule
+def test_too_few_rows(case: Case):
+    missing = range(K - case.f - 1, K)
+    with pytest.raises(ValueError, match=f"only {K - case.f - 1} of 13 .* at least K − f = {K - case.f} are needed"):
+        call(case, cloud(0), present=without(*missing))
+    rows = cloud(0)
+    rows[missing] = np.inf
+    with pytest.raises(ValueError, match="present and finite"):
+        call(case, rows)
+
+
+@pytest.mark.parametrize("case", [AGGREGATORS[1], AGGREGATORS[5], AGREEMENTS[1]], ids=str)
+def test_what_would_be_an_error_is_nan_under_jit(case: Case):
+    compiled = jax.jit(lambda rows, present: call(case, rows, present=present))
+    assert np.all(np.isfinite(compiled(cloud(0), EVERYONE)))
+    assert np.all(np.isnan(compiled(cloud(0), without(*range(6, K)))))
+
+
+X = cloud(0)
+
+
+def median(rows: Any = X, f: Any = 3, **options: Any) -> jax.Array:
+    return Median()(rows, num_byzantine=f, **options)
+
+
+def gda(**options: Any) -> jax.Array:
+    return GDA()(X, num_byzantine=2, **options)
+
+
+BAD_INPUT: dict[str, tuple[Callable, type[Exception], str]] = {
+    "rank 1": (lambda: median(X[0]), ValueError, r"two axes \[K, d\].*\(5,\)"),
+    "rank 3": (lambda: median(X[None]), ValueError, "two axes.*jax.vmap"),
+    "int": (lambda: median(X.astype(int)), TypeError, "must be float32.*int"),
+    "bool": (lambda: median(X > 0), TypeError, "must be float32.*bool"),
+    "float16": (lambda: median(X.astype(np.float16)), TypeError, "must be float32.*float16"),
+    "list": (lambda: median(X.tolist()), TypeError, "must be an array.*list"),
+    "no rows": (lambda: median(X[:0]), ValueError, "at least one row"),
+    "no columns": (lambda: median(X[:, :0]), ValueError, "at least one row and one column"),
+    "negative f": (lambda: median(f=-1), ValueError, "must not be negative"),
+    "float f": (lambda: median(f=3.0), TypeError, "Python int.*float"),
+    "bool f": (lambda: median(f=True), TypeError, "Python int.*bool"),
+    "JAX f": (lambda: median(f=jnp.asarray(3)), TypeError, "Python int"),
+    "short present": (lambda: median(present=EVERYONE[1:]), ValueError, r"one bool per row, \[13\]"),
+    "int present": (lambda: median(present=np.ones(K, int)), ValueError, "one bool per row.*int"),
+    "unknown argument": (lambda: median(num_rows=3), TypeError, "num_rows"),
+    "unknown option": (lambda: Krum(neighbors="paper"), TypeError, "neighbors"),  # type: ignore[call-arg]
+    "Krum neighbours": (lambda: Krum(neighbours="all"), ValueError, "one of paper, original; got 'all'"),  # type: ignore[arg-type]
+    "RFA start": (lambda: RFA(start="medoid"), ValueError, "RFA: start must be one of mean, zero"),  # type: ignore[arg-type]
+    "clipping start": (lambda: CenteredClipping(start="mean"), ValueError, "one of medoid, zero"),  # type: ignore[arg-type]
+    "radius": (lambda: CenteredClipping(radius=0), ValueError, "CenteredClipping: radius must be positive"),
+    "NaN radius": (lambda: CenteredClipping(radius=float("nan")), ValueError, "radius must be positive"),
+    "iterations": (lambda: CenteredClipping(iterations=0), ValueError, "iterations must be positive"),
+    "smoothing": (lambda: RFA(smoothing=0), ValueError, "smoothing must be positive"),
+    "max_iterations": (lambda: RFA(max_iterations=0), ValueError, "max_iterations must be positive"),
+    "tolerance": (lambda: RFA(tolerance=-1e-9), ValueError, "tolerance must not be negative"),
+    "threshold": (lambda: Clipping(Median(), threshold=-1), ValueError, "threshold must be positive"),
+    "size": (lambda: Bucketing(Median(), size=0), ValueError, "size must be positive"),
+    "node_limit": (lambda: MDA(node_limit=0), ValueError, "node_limit must be positive"),
+    "agreement node_limit": (lambda: agreement.MDA(node_limit=-1), ValueError, "node_limit must be positive"),
+    "no key": (lambda: Bucketing(Mean())(X, num_byzantine=3), ValueError, "pass key="),
+    "no key inside": (lambda: NNM(Bucketing(Mean()))(X, num_byzantine=3), ValueError, "pass key="),
+    "wrapping a name": (lambda: NNM("median"), TypeError, "NNM wraps an aggregator.*'median'"),  # type: ignore[arg-type]
+    "wrapping a class": (lambda: ARC(Median), TypeError, "ARC wraps an aggregator"),  # type: ignore[arg-type]
+    "wrapping agreement": (lambda: Bucketing(GDA()), TypeError, "Bucketing wraps an aggregator"),  # type: ignore[arg-type]
+    "wrapping nothing": (lambda: Clipping(None), TypeError, "Clipping wraps an aggregator"),  # type: ignore[arg-type]
+    "pivot": (lambda: MoNNA(pivot=K)(X, num_byzantine=3), ValueError, "pivot must be the index of a row, 0 to 12"),
+    "negative pivot": (lambda: MoNNA(pivot=-1)(X, num_byzantine=3), ValueError, "0 to 12"),
+    "no own": (lambda: gda(), TypeError, "own"),
+    "own": (lambda: gda(own=K), ValueError, "own must be the index of a row, 0 to 12; got 13"),
+    "negative own": (lambda: gda(own=-1), ValueError, "0 to 12; got -1"),
+    "float own": (lambda: gda(own=4.0), TypeError, "own must be the index"),
+    "own is bool": (lambda: gda(own=True), TypeError, "own must be the index"),
+    "own row absent": (lambda: gda(own=7, present=without(7)), ValueError, "own row 7 is absent or not finite"),
+}
+
+
+@pytest.mark.parametrize(("function", "error", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_refused(function: Callable, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        function()
