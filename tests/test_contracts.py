@@ -67,22 +67,21 @@ AGGREGATORS = [
     Case(Median(), 3, 6),
     Case(TrimmedMean(), 3, 6, mean_at_zero=True, agrees=ROUNDED),
     Case(MeaMed(), 3, 6, mean_at_zero=True, agrees=ROUNDED),
-    Case(Bulyan(), 2, 2, mean_at_zero=True, agrees=ROUNDED),
+    Case(Bulyan(), 2, 2, permutes=False, mean_at_zero=True, agrees=ROUNDED),  # its last picks tie by construction
     Case(Krum(), 3, 3, CONVEX),
     Case(Krum(neighbours="original"), 3, 3, CONVEX),
     Case(MultiKrum(), 3, 5, CONVEX, mean_at_zero=True),
     Case(MultiKrum(neighbours="original"), 3, 5, CONVEX, mean_at_zero=True),
     Case(RFA(), 3, 6, CONVEX),
-    Case(RFA.reference(), 3, 6, CONVEX, translates=False),
-    Case(MDA(), 3, 6, CONVEX, mean_at_zero=True),  # by the table of subsets
-    Case(MDA(), 4, 6, CONVEX, mean_at_zero=True),  # by search
+    Case(RFA(smoothing=0.1, max_iterations=2, tolerance=0.0, start="zero"), 3, 6, CONVEX, translates=False),
+    Case(MDA(), 3, 6, CONVEX, mean_at_zero=True),
     Case(MoNNA(), 3, 6, CONVEX, mean_at_zero=True),
     Case(MoNNA(pivot=OWN), 3, 6, CONVEX, permutes=False, mean_at_zero=True),
     Case(CenteredClipping(), 3, 6, CONVEX),
     Case(CenteredClipping(radius=2.0, iterations=5, start="zero"), 3, 6, SHRUNK, translates=False, agrees="no"),
     Case(CAF(), 3, 6, CONVEX, mean_at_zero=True),
     Case(Bucketing(RFA(), size=2), 3, 3, CONVEX, permutes=False, drops=False),
-    Case(Bucketing(TrimmedMean()), 2, 6, permutes=False, drops=False, mean_at_zero=True, agrees=ROUNDED),
+    Case(Bucketing(TrimmedMean()), 2, 6, permutes=False, drops=False, mean_at_zero=True),
     Case(NNM(MultiKrum()), 3, 5, CONVEX, mean_at_zero=True),
     Case(NNM(Median()), 3, 6, mean_at_zero=True),
     Case(ARC(MultiKrum()), 3, 5, SHRUNK, translates=False, mean_at_zero=True),
@@ -200,11 +199,12 @@ def test_a_missing_row_is_the_rule_without_it_and_one_fault_less(case: Case):
 
 @every_rule
 def test_permutation(case: Case):
-    rows = cloud(4)
-    order = np.random.default_rng(4).permutation(K)
-    own = int(np.flatnonzero(order == OWN)[0])
-    assert own != OWN
-    assert close(call(case, rows[order], own=own), call(case, rows)) == case.permutes
+    same = []
+    for seed in range(5):
+        rows, order = cloud(seed), np.random.default_rng(seed).permutation(K)
+        own = int(np.flatnonzero(order == OWN)[0])
+        same.append(close(call(case, rows[order], own=own), call(case, rows)))
+    assert all(same) == case.permutes
 
 
 @every_rule
@@ -270,7 +270,7 @@ def test_rules_are_values(case: Case):
     assert same == case.rule
     assert hash(same) == hash(case.rule)
     assert eval(str(case.rule), vars(inspect.getmodule(type(case.rule)))) == case.rule
-    assert [other.rule for other in AGGREGATORS + AGREEMENTS].count(case.rule) == 1 + (case.rule == MDA())
+    assert [other.rule for other in AGGREGATORS + AGREEMENTS].count(case.rule) == 1
 
 
 @every_rule
@@ -352,7 +352,7 @@ BAD_INPUT: dict[str, tuple[Callable, type[Exception], str]] = {
     "negative own": (lambda: gda(own=-1), ValueError, "0 to 12; got -1"),
     "float own": (lambda: gda(own=4.0), TypeError, "own must be the index"),
     "own is bool": (lambda: gda(own=True), TypeError, "own must be the index"),
-    "own row absent": (lambda: gda(own=7, present=without(7)), ValueError, "own row 7 is absent or not finite"),
+    "own row absent": (lambda: gda(own=7, present=without(7)), ValueError, "own row, 7, is absent or not finite"),
 }
 
 

@@ -1,0 +1,305 @@
+"""One round of messages: what each receiver gets is the rule applied to exactly what that receiver holds."""
+
+import importlib
+from dataclasses import dataclass
+from itertools import combinations
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import twins
+
+from byzpg import aggregators, agreement, attacks
+from byzpg.agreement import Agreement
+from byzpg.attacks import Knowledge
+from byzpg.exchange import exchange
+
+# `byzpg.exchange`, the attribute, is the function.
+module = importlib.import_module("byzpg.exchange")
+
+K, D, F = 16, 7, 3
+LIARS = (1, 4, 8)
+HONEST = [k for k in range(K) if k not in LIARS]
+KEY = jax.random.key(11)
+
+
+def true_vectors(seed=0) -> jax.Array:
+    return jnp.asarray(2 + np.random.default_rng(seed).normal(size=(K, D)), jnp.float32)
+
+
+def ask(rule, attack, phase="gradients", liars=LIARS, vectors=None, f=F, **options):
+    vectors = true_vectors() if vectors is None else vectors
+    byzantine = jnp.asarray(liars, int)
+    options = {"key": KEY, **options}
+    return exchange(rule, vectors, byzantine=byzantine, attack=attack, num_byzantine=f, phase=phase, **options)
+
+
+def held(attack, phase, liars, vectors, receivers, rule=None) -> np.ndarray:
+    """What each of `receivers` holds [r, K, d]: the truth, but the attack's message from every liar except itself."""
+    knowledge = Knowledge(vectors, jnp.asarray(liars, int), jnp.asarray(0), jax.random.fold_in(KEY, 0), rule, F)
+    messages = np.asarray(attack.messages(phase, knowledge, jnp.asarray(receivers)))
+    messages = np.broadcast_to(messages, (len(receivers), *messages.shape[1:]))
+    rows = np.tile(np.asarray(vectors), (len(receivers), 1, 1))
+    for position, receiver in enumerate(receivers):
+        for liar, message in zip(liars, messages[position], strict=True):
+            if liar != receiver:
+                rows[position, liar] = message
+    return rows
+
+
+def by_hand(rule, rows, receiver, method="__call__", f=F):
+    """The rule on one receiver's rows, with the key that `exchange` gives this receiver."""
+    if receiver < K and rule == aggregators.MoNNA():  # its pivot is the receiver's own row, where there is one
+        rule = aggregators.MoNNA(pivot=receiver)
+    options = {"own": receiver} if isinstance(rule, Agreement) else {}
+    key = jax.random.fold_in(jax.random.fold_in(KEY, 1), receiver)
+    return np.asarray(getattr(rule, method)(jnp.asarray(rows), num_byzantine=f, key=key, **options))
+
+
+def assert_law(results, rule, attack, phase="gradients", liars=LIARS, vectors=None, tolerance=1e-4):
+    vectors = true_vectors() if vectors is None else vectors
+    assert results.shape == vectors.shape
+    for receiver, rows in enumerate(held(attack, phase, liars, vectors, range(K), rule)):
+        np.testing.assert_allclose(results[receiver], by_hand(rule, rows, receiver), rtol=tolerance, atol=tolerance)
+
+
+NOISE, SPLIT = attacks.LargeNoise(), attacks.Equivocate(scale=3.0)
+LAW = (
+    (aggregators.Mean(), attacks.SignFlip(), "gradients"),
+    (aggregators.RFA(), NOISE, "gradients"),
+    (aggregators.RFA(), attacks.AvgZero(), "gradients"),
+    (aggregators.Krum(), SPLIT, "gradients"),
+    (aggregators.MultiKrum(), attacks.NoAttack(), "gradients"),
+    (aggregators.CenteredClipping(), attacks.NonFinite(), "parameters"),
+    (aggregators.CAF(), attacks.ALIE(), "gradients"),
+    (aggregators.MoNNA(), attacks.IPM(), "gradients"),
+    (aggregators.Median(), NOISE, "parameters"),
+    (aggregators.Median(), attacks.Silent(), "gradients"),
+    (aggregators.TrimmedMean(), attacks.NonFinite(), "gradients"),
+    (aggregators.TrimmedMean(), attacks.LargeNoise(target="parameters"), "gradients"),
+    (aggregators.Bulyan(), SPLIT, "gradients"),
+    (aggregators.NNM(aggregators.RFA()), attacks.Silent(), "parameters"),
+    (aggregators.NNM(aggregators.Median()), SPLIT, "parameters"),
+    (aggregators.ARC(aggregators.TrimmedMean()), attacks.SignFlip(scale=9.0), "gradients"),
+    (aggregators.Bucketing(aggregators.RFA(), size=2), NOISE, "gradients"),
+    (aggregators.Bucketing(aggregators.MeaMed(), size=2), attacks.IPM(), "gradients"),
+    (agreement.MDA(), NOISE, "parameters"),
+    (agreement.GDA(), attacks.Dissensus(), "parameters"),
+    (agreement.GDA(), attacks.AvgZero(), "parameters"),
+    (agreement.TrimmedMeanAgreement(), attacks.Dissensus(), "parameters"),
+)
+
+
+@pytest.mark.parametrize(("rule", "attack", "phase"), LAW, ids=str)
+def test_every_receiver_gets_the_rule_of_what_it_holds(rule, attack, phase):
+    assert_law(ask(rule, attack, phase)[0], rule, attack, phase)
+
+
+@pytest.mark.parametrize("attack", [NOISE, attacks.AvgZero(), attacks.Dissensus(target="both")], ids=str)
+def test_without_byzantine_agents_everyone_is_heard(attack):
+    rule = aggregators.RFA()
+    assert_law(ask(rule, attack, liars=())[0], rule, attacks.NoAttack(), liars=())
+
+
+@pytest.mark.parametrize(
+    ("rule", "attack"),
+    [
+        (aggregators.MoNNA(), NOISE),
+        (aggregators.Median(), attacks.SignFlip()),
+        (aggregators.Bucketing(aggregators.RFA(), size=2), SPLIT),
+    ],
+    ids=str,
+)
+def test_at_the_server_every_liar_lies(rule, attack):
+    result, diagnostics = ask(rule, attack, at_server=True, diagnose=True)
+    (rows,) = held(attack, "gradients", LIARS, true_vectors(), [K])
+    expected = by_hand(rule, rows, K)
+    assert result.shape == (D,)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+    error = np.sum((expected - np.asarray(true_vectors())[HONEST].mean(axis=0)) ** 2)
+    np.testing.assert_allclose(diagnostics.error, [error], rtol=1e-3)
+
+
+def test_byzantine_receivers_keep_their_own_truth():
+    np.testing.assert_allclose(ask(agreement.NoAgreement(), NOISE, "parameters")[0], true_vectors(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [agreement.NoAgreement(), agreement.GDA()], ids=str)
+def test_an_agent_whose_own_vector_is_not_finite_gets_no_other_vector_for_it(rule):
+    vectors = true_vectors().at[5, 2].set(jnp.nan)
+    results = np.asarray(ask(rule, attacks.NoAttack(), liars=(1, 4), vectors=vectors)[0])
+    assert np.isnan(results[5]).all()
+    assert np.isfinite(np.delete(results, 5, axis=0)).all()
+
+
+@pytest.mark.parametrize("rule", [aggregators.Krum(), agreement.MDA()], ids=str)
+def test_a_diverged_honest_agent_does_not_drown_the_others(rule):
+    vectors = (10 + 1e-3 * true_vectors()).at[0].set(1e6)
+    results, _ = ask(rule, attacks.NoAttack(), liars=(1, 4), vectors=vectors)
+    assert_law(results, rule, attacks.NoAttack(), liars=(1, 4), vectors=vectors, tolerance=1e-6)
+
+
+def test_too_few_usable_vectors_give_nan():
+    # Two are silent and one is declared: honest receivers lack one vector; a liar knows its own and has enough.
+    results = np.asarray(ask(aggregators.Mean(), attacks.Silent(), liars=(1, 4), f=1)[0])
+    assert np.isnan(np.delete(results, (1, 4), axis=0)).all()
+    assert np.isfinite(results[[1, 4]]).all()
+
+
+# Diagnostics
+
+
+def test_diagnostics():
+    rule, vectors = agreement.MDA(), np.asarray(true_vectors(), np.float64)
+    honest = vectors[HONEST]
+    results, diagnostics = ask(rule, NOISE, "parameters", diagnose=True)
+    results = np.asarray(results)
+    np.testing.assert_allclose(diagnostics.error, np.sum((results - honest.mean(axis=0)) ** 2, axis=1), rtol=1e-3)
+    pairs = twins.squared_distances(honest)
+    np.testing.assert_allclose(diagnostics.honest_variance, pairs.sum() / (13 * 12), rtol=1e-5)
+    np.testing.assert_allclose(diagnostics.diameter_before, np.sqrt(pairs.max()), rtol=1e-5)
+    np.testing.assert_allclose(diagnostics.diameter_after, twins.diameter(results[HONEST]), atol=1e-5)
+    weights = np.asarray(diagnostics.weights)
+    rows = held(NOISE, "parameters", LIARS, true_vectors(), range(K))
+    expected = [by_hand(rule, rows[receiver], receiver, "weights") for receiver in range(K)]
+    np.testing.assert_allclose(weights, expected, atol=1e-6)
+    for receiver in range(K):
+        assert (weights[receiver, [liar for liar in LIARS if liar != receiver]] == 0).all()
+    plain, nothing = ask(rule, NOISE, "parameters")
+    np.testing.assert_allclose(plain, results, rtol=1e-6)
+    assert nothing is None
+
+
+def test_diagnostics_where_one_result_stands_for_many():
+    results, diagnostics = ask(aggregators.TrimmedMean(), attacks.SignFlip(), diagnose=True)
+    assert diagnostics.weights is None
+    assert diagnostics.diameter_after == 0  # all honest receivers hold the same
+    honest_mean = np.asarray(true_vectors())[HONEST].mean(axis=0)
+    np.testing.assert_allclose(diagnostics.error, np.sum((results - honest_mean) ** 2, axis=1), rtol=1e-3)
+    weights = ask(aggregators.Mean(), attacks.Silent(), diagnose=True)[1].weights
+    expected = np.asarray([[j in HONEST or j == receiver for j in range(K)] for receiver in range(K)])
+    np.testing.assert_allclose(weights, expected / expected.sum(axis=1, keepdims=True), rtol=1e-6)
+
+
+# Bad input
+
+MEAN, HONESTLY = aggregators.Mean(), attacks.NoAttack()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: ask(MEAN, HONESTLY, vectors=jnp.zeros(D)), "two axes"),
+        (lambda: ask(MEAN, HONESTLY, vectors=jnp.zeros((2, K, D))), "two axes"),
+        (lambda: ask(MEAN, HONESTLY, "rewards"), "phase must be"),
+        (lambda: ask(MEAN, NOISE, key=None), "pass key"),
+        (lambda: ask(aggregators.Bucketing(MEAN), HONESTLY, key=None), "pass key"),
+        (lambda: ask(aggregators.Krum(), HONESTLY, f=4), "f < K/4"),
+        (lambda: ask(agreement.GDA(), HONESTLY, f=4), "f < K/5"),
+        (lambda: ask(MEAN, HONESTLY, f=-1), "negative"),
+        (lambda: ask(MEAN, HONESTLY, liars=range(K)), "fewer than K = 16"),
+        (lambda: ask(MEAN, HONESTLY, liars=[[1, 4]]), "fewer than K = 16"),
+    ],
+)
+def test_bad_input(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def test_bad_types():
+    for bad in ({"f": 3.0}, {"vectors": [[1.0]]}, {"vectors": jnp.zeros((K, D), int)}):
+        with pytest.raises(TypeError, match="must be"):
+            ask(MEAN, HONESTLY, **bad)
+
+
+# Cost: how often things are compiled, and how large they get
+
+
+@dataclass(frozen=True)
+class TracedMean(aggregators.Mean):
+    traces: ClassVar[list] = []
+
+    def coefficients(self, cloud, num_byzantine, key):
+        self.traces.append(cloud.num_points)
+        return super().coefficients(cloud, num_byzantine, key)
+
+
+def test_one_compile_for_all_byzantine_sets_of_one_size():
+    for iteration, liars in enumerate([(0, 1, 2), (1, 4, 8), (13, 14, 15)]):
+        results, _ = ask(TracedMean(), NOISE, liars=liars, iteration=iteration)
+        assert_law(results, MEAN, NOISE, liars=liars, tolerance=1e-3)
+    assert len(TracedMean.traces) == 1
+
+
+@dataclass(frozen=True)
+class WatchedSplit(attacks.Equivocate):
+    """Equivocate, noting how many receivers it was asked for at once."""
+
+    asked: ClassVar[list] = []
+
+    def lie(self, knowledge, receivers):
+        self.asked.append(len(receivers))
+        return super().lie(knowledge, receivers)
+
+
+@pytest.fixture
+def group_bytes(monkeypatch):
+    """A function that sets GROUP_BYTES, which is read when `exchange` is traced."""
+
+    def set_to(size):
+        monkeypatch.setattr(module, "GROUP_BYTES", size)
+        jax.clear_caches()
+
+    yield set_to
+    jax.clear_caches()
+
+
+WATCHED = WatchedSplit(scale=3.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "attack", "size"),
+    [
+        (aggregators.RFA(), WATCHED, 1300),  # three groups of six, so two receivers are asked twice
+        (agreement.GDA(), WATCHED, 1),  # one by one
+        (aggregators.TrimmedMean(), attacks.SignFlip(), 2000),  # one for the honest, and three liars
+        (aggregators.Bucketing(aggregators.RFA(), size=2), attacks.SignFlip(), 300),
+    ],
+    ids=str,
+)
+def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
+    WATCHED.asked.clear()
+    group_bytes(size)
+    results, diagnostics = ask(rule, attack, diagnose=True)
+    assert WATCHED.asked == {1300: [6], 1: [1]}.get(size, [])
+    assert_law(results, rule, attack)
+    if diagnostics.weights is not None:
+        assert diagnostics.weights.shape == (K, K)
+        np.testing.assert_allclose(diagnostics.weights @ true_vectors(), results, atol=9)
+
+
+def largest_intermediate(rule, attack) -> int:
+    """Elements of the largest array in the program of one exchange, d = 64."""
+
+    def arrays(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (variable.aval.size for variable in equation.outvars)
+            for leaf in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda item: hasattr(item, "eqns")):
+                inner = getattr(leaf, "jaxpr", leaf)
+                if hasattr(inner, "eqns"):
+                    yield from arrays(inner)
+
+    program = jax.make_jaxpr(lambda vectors: ask(rule, attack, vectors=vectors)[0])
+    return max(arrays(program(jnp.zeros((K, 64))).jaxpr))
+
+
+def test_lies_do_not_cost_k_copies(group_bytes):
+    copies = K * len(LIARS) * 64
+    for rule in (aggregators.RFA(), aggregators.TrimmedMean(), agreement.MDA()):
+        assert largest_intermediate(rule, attacks.SignFlip()) < min(copies, K**3)  # K Gram matrices are K³
+    assert largest_intermediate(aggregators.RFA(), SPLIT) >= copies  # it would be noticed
+    group_bytes(1)
+    for rule in (aggregators.RFA(), aggregators.TrimmedMean()):
+        assert largest_intermediate(rule, SPLIT) < copies
