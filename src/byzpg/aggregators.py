@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from byzpg.clouds import Cloud
+from byzpg.clouds import Cloud, dot
 from byzpg.components import check_choice, check_positive
 from byzpg.least_diameter import least_diameter_subset
 from byzpg.order_statistics import ascending, kth_smallest, smallest, sum_of_smallest
-from byzpg.rules import Rule, WeightedRule, apply_rule, mean_of
+from byzpg.rules import Rule, WeightedRule, apply_rule
 
 
 class Aggregator(Rule):
@@ -72,7 +72,7 @@ class Mean(WeightedAggregator):
         return num_agents - 1
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        return mean_of(cloud.usable)
+        return cloud.mean_of(cloud.usable)
 
 
 def _sorted(rows: list[Array], usable: list[Array]) -> tuple[list[Array], Array]:
@@ -201,7 +201,7 @@ class Krum(WeightedAggregator):
         return jnp.where(cloud.usable, scores, jnp.inf)
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        return mean_of(jnp.arange(cloud.num_points) == jnp.argmin(self._scores(cloud, num_byzantine)))
+        return cloud.mean_of(jnp.arange(cloud.num_points) == jnp.argmin(self._scores(cloud, num_byzantine)))
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         # MultiKrum's is never worse than Krum's (Bareilles et al. 2026).
@@ -219,7 +219,7 @@ class MultiKrum(Krum):
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         keep = cloud.num_points - num_byzantine
-        return mean_of(smallest(self._scores(cloud, num_byzantine), keep))
+        return cloud.mean_of(smallest(self._scores(cloud, num_byzantine), keep))
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,7 @@ class RFA(WeightedAggregator):
             scale = kth_smallest(jnp.where(cloud.usable, gaps, jnp.inf), (cloud.num_points - num_byzantine) // 2)
             return following, iteration + 1, moved > self.tolerance * scale
 
-        start = mean_of(cloud.usable)
-        if self.start == "zero":
-            start = jnp.zeros_like(start).at[-1].set(1)
+        start = cloud.origin() if self.start == "zero" else cloud.mean_of(cloud.usable)
         result, _, _ = lax.while_loop(
             lambda state: state[2] & (state[1] < self.max_iterations),
             step,
@@ -273,12 +271,12 @@ class RFA(WeightedAggregator):
 
 def _length(cloud: Cloud, direction: Array) -> Array:
     """‖Σ_j a_j x_j‖ for coefficients a [n + 1] that sum to zero."""
-    return jnp.sqrt(jnp.maximum(jnp.dot(direction, jnp.dot(cloud.gram, direction, precision="highest")), 0))
+    return jnp.sqrt(jnp.maximum(dot(direction, dot(cloud.gram, direction)), 0))
 
 
 def nearest_to(cloud: Cloud, pivot: Array, count: int) -> Array:
     """Coefficients of the mean of the `count` points nearest to point `pivot`, itself among them."""
-    return mean_of(smallest(cloud.distances()[pivot], count))
+    return cloud.mean_of(smallest(cloud.distances()[pivot], count))
 
 
 @dataclass(frozen=True)
@@ -296,7 +294,7 @@ class MDA(WeightedAggregator):
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         keep = cloud.num_points - num_byzantine
-        return mean_of(least_diameter_subset(cloud.distances(), cloud.usable, keep, self.node_limit))
+        return cloud.mean_of(least_diameter_subset(cloud.distances(), cloud.usable, keep, self.node_limit))
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         # ‖F − x̄_S‖ ≤ 2f/(K − f) · diameter (Farhadkhani et al. 2022), and diameter² ≤ 2 Σ_S ‖x_i − x̄_S‖².
@@ -349,11 +347,11 @@ class CenteredClipping(WeightedAggregator):
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         if self.start == "zero":
-            begin = jnp.zeros(cloud.num_points + 1).at[-1].set(1)
+            begin = cloud.origin()
         else:
             scores = krum_scores(cloud.distances(), cloud.num_points - num_byzantine)
             medoid = jnp.argmin(jnp.where(cloud.usable, scores, jnp.inf))
-            begin = mean_of(jnp.arange(cloud.num_points) == medoid)
+            begin = cloud.mean_of(jnp.arange(cloud.num_points) == medoid)
 
         def step(_: Array, current: Array) -> Array:
             gaps = cloud.distances_to(current)[:-1]
@@ -380,12 +378,12 @@ class CAF(WeightedAggregator):
         def step(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
             weights, best_mean, best_variance, _ = state
             mean = weights / jnp.sum(weights)
-            towards_mean = jnp.matmul(gram, mean, precision="highest")
-            around = gram - towards_mean[:, None] - towards_mean[None, :] + jnp.dot(mean, towards_mean)
+            towards_mean = dot(gram, mean)
+            around = gram - towards_mean[:, None] - towards_mean[None, :] + dot(mean, towards_mean)
             root = jnp.sqrt(mean)
             # The K × K matrix √c_i √c_j ⟨x_i − μ, x_j − μ⟩ has the eigenvalues of the d × d covariance.
             variances, directions = jnp.linalg.eigh(around * root[:, None] * root[None, :])
-            along = jnp.square(jnp.matmul(around, root * directions[:, -1], precision="highest"))
+            along = jnp.square(dot(around, root * directions[:, -1]))
             furthest = jnp.max(jnp.where(weights > 0, along, 0))
             better = variances[-1] < best_variance
             lighter = weights * jnp.clip(1 - along / jnp.where(furthest > 0, furthest, 1), 0, 1)
@@ -422,7 +420,7 @@ class PreAggregator(Aggregator):
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         matrix, usable, key = self.points(cloud, num_byzantine, key)
         inner = self.rule.coefficients(cloud.mixed(matrix, usable), num_byzantine, key)
-        result = jnp.matmul(inner[:-1], matrix, precision="highest")
+        result = dot(inner[:-1], matrix)
         return result.at[-1].add(inner[-1])
 
     @property
@@ -462,6 +460,7 @@ class NNM(PreAggregator):
     def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         keep = cloud.num_points - num_byzantine
         near = smallest(cloud.distances(), keep) & cloud.usable[:, None] & cloud.usable[None, :]
+        near = near.astype(cloud.gram.dtype)
         matrix = near / jnp.maximum(jnp.sum(near, axis=1, keepdims=True), 1)
         return jnp.pad(matrix, ((0, 0), (0, 1))), cloud.usable, key
 
@@ -479,8 +478,7 @@ def _scaled(cloud: Cloud, scale: Array) -> Array:
 
 
 def _norms(cloud: Cloud) -> Array:
-    origin = jnp.zeros(cloud.num_points + 1).at[-1].set(1)
-    return cloud.distances_to(origin)[:-1]
+    return cloud.distances_to(cloud.origin())[:-1]
 
 
 @dataclass(frozen=True)
@@ -568,6 +566,7 @@ class Bucketing(PreAggregator):
         place = jax.random.permutation(key, num_rows)
         bucket_of = jnp.zeros(num_rows, int).at[place].set(jnp.arange(num_rows) // size)
         member = (bucket_of[None, :] == jnp.arange(num_buckets)[:, None]) & cloud.usable[None, :]
+        member = member.astype(cloud.gram.dtype)
         count = jnp.sum(member, axis=1, keepdims=True)
         matrix = jnp.pad(member / jnp.maximum(count, 1), ((0, 0), (0, 1)))
         return matrix, count[:, 0] > 0, jax.random.fold_in(key, 1)

@@ -14,7 +14,7 @@ from jax import Array
 from byzpg import aggregators
 from byzpg.clouds import Cloud
 from byzpg.components import check_positive
-from byzpg.rules import Rule, WeightedRule, apply_rule, mean_of
+from byzpg.rules import Rule, WeightedRule, apply_rule
 
 
 class Agreement(Rule):
@@ -135,7 +135,7 @@ class NoAgreement(WeightedAgreement):
         return num_agents - 1
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        return mean_of(jnp.arange(cloud.num_points) == cloud.own)
+        return cloud.mean_of(jnp.arange(cloud.num_points) == cloud.own)
 
     def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
         return 1.0

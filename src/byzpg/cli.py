@@ -71,6 +71,7 @@ class Certify:
     def run(self) -> None:
         if self.output.suffix not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--output must end in .png, .svg or .pdf, got {self.output}.")
+        aggregators.Mean().check(self.num_agents, self.num_byzantine)
         tolerant = [rule for rule in RULES if rule.max_byzantine(self.num_agents) >= self.num_byzantine]
         setting = f"K = {self.num_agents}, f = {self.num_byzantine}"
         table = Table(title=f"{setting}, worst of {self.trials} clouds per attack")

@@ -154,6 +154,15 @@ class Cloud:
         square = jnp.diagonal(self.gram) - 2 * product + dot(coefficients, product)
         return jnp.where(jnp.append(self.usable, True), jnp.sqrt(jnp.maximum(square, 0)), 0)
 
+    def mean_of(self, members: Array) -> Array:
+        """Coefficients [n + 1] of the mean over `members` [n]; none for the origin."""
+        members = members.astype(self.gram.dtype)
+        return jnp.append(members / jnp.sum(members), 0)
+
+    def origin(self) -> Array:
+        """Coefficients [n + 1] of the origin."""
+        return jnp.zeros_like(self.gram[0]).at[-1].set(1)
+
     def combine(self, coefficients: Array) -> Array:
         """Σ_j u_j x_j [d], for affine coefficients u [n + 1]."""
         stored = dot(coefficients, self.mixing)

@@ -1,6 +1,5 @@
 """Results as pictures. Nothing here computes a result."""
 
-import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -47,9 +46,9 @@ def constants_heatmap(constants: Mapping[str, Mapping[str, float]], title: str) 
 
 
 def short_number(value: float) -> str:
-    """Two significant digits in at most five characters."""
+    """A few characters: at most two significant digits below 100, one from 10,000 on."""
     if value < 0.005:
         return "0"
     if value >= 1e4:
-        return f"1e{math.floor(math.log10(value))}"
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:.2g}" if value < 100 else f"{value:.0f}"

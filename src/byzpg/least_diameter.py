@@ -141,7 +141,7 @@ def _cover(
         nodes = node.nodes + 1
         status = jnp.where(nodes >= node_limit, OUT_OF_NODES, RUNNING)
         status = jnp.where(hopeless & (depth == 0), NONE, status)
-        status = jnp.where(solved, FOUND, status)
+        status = jnp.where(solved, FOUND, status).astype(jnp.int32)
         previous = jnp.maximum(depth - 1, 0)
         return _Node(
             open=jnp.where(hopeless, stack_open[previous], node.open & ~drop),

@@ -10,7 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from byzpg.aggregators import Aggregator
 from byzpg.agreement import Agreement
@@ -115,13 +115,14 @@ def _received(attack: Attack, clouds: Array, keys: Array, num_byzantine: int, ru
         # The last agent stands in the half that equivocating attacks lie to.
         return vectors.at[liars].set(attack.lie(knowledge, liars[-1:])[0])
 
-    return jax.vmap(attacked)(clouds, keys)
+    return lax.map(lambda both: attacked(*both), (clouds, keys))
 
 
 @partial(jax.jit, static_argnames=("rule", "num_byzantine"))
 def _aggregation_ratios(rule: Aggregator, received: Array, keys: Array, num_byzantine: int) -> Array:
     """‖F(x) − x̄_H‖² over the honest pairwise variance, [trials]."""
-    results = jax.vmap(lambda rows, key: rule(rows, num_byzantine=num_byzantine, key=key))(received, keys)
+    # One cloud after the other: vmap would double the time to compile and save little.
+    results = lax.map(lambda both: rule(both[0], num_byzantine=num_byzantine, key=both[1]), (received, keys))
     honest = received[:, : received.shape[1] - num_byzantine]
     mean = jnp.mean(honest, axis=1)
     variance = 2 * jnp.sum(jnp.square(honest - mean[:, None]), axis=(1, 2)) / (honest.shape[1] - 1)
@@ -154,7 +155,7 @@ def _agreement_ratios(
         spread = _greatest_distance(before)
         return _greatest_distance(after) / spread, jnp.linalg.norm(moved) / spread
 
-    return jax.vmap(one_round)(clouds, keys)
+    return lax.map(lambda both: one_round(*both), (clouds, keys))
 
 
 def _greatest_distance(rows: Array) -> Array:

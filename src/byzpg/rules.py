@@ -60,12 +60,6 @@ class WeightedRule(Rule):
         return cloud.combine(self.coefficients(cloud, num_byzantine, key))
 
 
-def mean_of(members: Array) -> Array:
-    """Coefficients of the mean over `members` [n]; none for the origin."""
-    members = members.astype(jnp.float32)
-    return jnp.append(members / jnp.sum(members), 0)
-
-
 def apply_rule(
     rule: Rule,
     received: Array,
