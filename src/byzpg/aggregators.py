@@ -275,8 +275,9 @@ def _length(cloud: Cloud, direction: Array) -> Array:
 
 
 def nearest_to(cloud: Cloud, pivot: Array, count: int) -> Array:
-    """Coefficients of the mean of the `count` points nearest to point `pivot`, itself among them."""
-    return cloud.mean_of(smallest(cloud.distances()[pivot], count))
+    """Coefficients of the mean of the `count` points nearest to point `pivot`, itself among them; NaN without it."""
+    mean = cloud.mean_of(smallest(cloud.distances()[pivot], count))
+    return jnp.where(cloud.usable[pivot], mean, jnp.nan)
 
 
 @dataclass(frozen=True)
@@ -325,8 +326,7 @@ class MoNNA(WeightedAggregator):
             pivot = cloud.own
         else:
             pivot = jnp.argmin(jnp.where(cloud.usable, krum_scores(cloud.distances(), keep), jnp.inf))
-        weights = nearest_to(cloud, pivot, keep)
-        return jnp.where(cloud.usable[pivot], weights, jnp.nan)
+        return nearest_to(cloud, pivot, keep)
 
 
 @dataclass(frozen=True)

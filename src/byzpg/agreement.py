@@ -135,7 +135,9 @@ class NoAgreement(WeightedAgreement):
         return num_agents - 1
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        return cloud.mean_of(jnp.arange(cloud.num_points) == cloud.own)
+        assert cloud.own is not None
+        own = cloud.mean_of(jnp.arange(cloud.num_points) == cloud.own)
+        return jnp.where(cloud.usable[cloud.own], own, jnp.nan)
 
     def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
         return 1.0

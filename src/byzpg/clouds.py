@@ -60,10 +60,40 @@ class SharedRows:
     gram: Array  # [c + 1, c + 1]
 
     @staticmethod
-    def around(raw: Array, usable: Array, centre: Array) -> "SharedRows":
-        centred = jnp.concatenate([_centred(raw, centre), -centre[None]])
-        usable = jnp.append(usable, True)
-        return SharedRows(raw, centre, centred, usable, _gram(centred, centred, usable, usable))
+    def around(raw: Array, usable: Array, first: Array, majority: int, candidates: int) -> "SharedRows":
+        """`raw` centred on one of its first `candidates` rows, of which a `majority` is trusted to be close together.
+
+        Row `first` is tried first. It may be a liar, and one far away would drown the others' distances in rounding
+        errors: each move towards the majority regains three digits, so a few suffice at any distance.
+        """
+        usable_points = jnp.append(usable, True)
+        eligible = usable[:candidates]
+
+        def centred_on(index: Array) -> tuple[Array, Array, Array, Array, Array]:
+            """Centre, centred rows, their Gram matrix; a row nearer to the majority, and whether to move there."""
+            centre = jnp.where(usable[index], raw[index], 0)
+            centred = jnp.concatenate([_centred(raw, centre), -centre[None]])
+            gram = _gram(centred, centred, usable_points, usable_points)
+            distances = squared_distances(gram[:candidates, :candidates])
+            distances = jnp.where(eligible[:, None] & eligible[None, :], distances, jnp.inf)
+            radius = -lax.top_k(-distances, majority)[0][:, -1]
+            best = jnp.argmin(radius)
+            return centre, centred, gram, best, radius[index] > CENTRE_SLACK**2 * radius[best]
+
+        num_points, dimension = len(raw) + 1, raw.shape[1]
+        centre, centred, gram, *_ = lax.while_loop(
+            lambda state: state[4] & (state[5] < 8),
+            lambda state: (*centred_on(state[3]), state[5] + 1),
+            (
+                jnp.zeros_like(raw[0]),
+                jnp.zeros((num_points, dimension), raw.dtype),
+                jnp.zeros((num_points, num_points), raw.dtype),
+                first,
+                jnp.asarray(True),
+                jnp.int32(0),
+            ),
+        )
+        return SharedRows(raw, centre, centred, usable_points, gram)
 
 
 @jax.tree_util.register_dataclass
@@ -110,32 +140,7 @@ class Cloud:
         """The cloud of one receiver's rows [K, d], `majority` of which can be trusted to be near each other."""
         num_rows = len(rows)
         usable = finite_rows(rows) if present is None else finite_rows(rows) & present
-
-        def centred_on(index: Array) -> tuple[Array, Array, Array, Array, Array]:
-            """Centre, centred rows, their Gram matrix; a row nearer to the majority, and whether to move there."""
-            shared = SharedRows.around(rows, usable, jnp.where(usable[index], rows[index], 0))
-            distances = squared_distances(shared.gram[:-1, :-1])
-            distances = jnp.where(usable[:, None] & usable[None, :], distances, jnp.inf)
-            radius = -lax.top_k(-distances, majority)[0][:, -1]
-            best = jnp.argmin(radius)
-            too_far = radius[index] > CENTRE_SLACK**2 * radius[best]
-            return shared.centre, shared.centred, shared.gram, best, too_far
-
-        # A liar may have been chosen as centre, and one far away would drown the others' distances in rounding
-        # errors. Each move towards the majority regains three digits, so a few suffice at any distance.
-        centre, centred, gram, *_ = lax.while_loop(
-            lambda state: state[4] & (state[5] < 8),
-            lambda state: (*centred_on(state[3]), state[5] + 1),
-            (
-                jnp.zeros_like(rows[0]),
-                jnp.zeros((num_rows + 1, rows.shape[1]), rows.dtype),
-                jnp.zeros((num_rows + 1, num_rows + 1), rows.dtype),
-                jnp.argmax(usable),
-                jnp.asarray(True),
-                jnp.int32(0),
-            ),
-        )
-        shared = SharedRows(rows, centre, centred, jnp.append(usable, True), gram)
+        shared = SharedRows.around(rows, usable, jnp.argmax(usable), majority, num_rows)
         return Cloud.of(shared, rows[:0], usable[:0], jnp.arange(num_rows), own)
 
     @property

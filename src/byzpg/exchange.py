@@ -105,14 +105,14 @@ def _exchange(
     # Stored rows: the truth of all K agents, then the lies (shared, unless they differ by receiver).
     usable = finite_rows(vectors)
     honest = knowledge.honest
-    centre = vectors[honest[jnp.argmax(usable[honest])]]
+    shared_rows, shared_usable = vectors, usable
     agents = jnp.arange(num_agents)
     if not equivocal:
         lies = attack.messages(phase, knowledge, agents[:1])[0]
         shared_rows = jnp.concatenate([vectors, lies])
-        shared = SharedRows.around(shared_rows, jnp.append(usable, finite_rows(lies)), centre)
-    else:
-        shared = SharedRows.around(vectors, usable, centre)
+        shared_usable = jnp.append(usable, finite_rows(lies))
+    first = honest[jnp.argmax(usable[honest])]
+    shared = SharedRows.around(shared_rows, shared_usable, first, num_agents - num_byzantine, num_agents)
     lie_of = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(num_liars))
 
     def at_receiver(receiver: Array, private: Array) -> tuple[Array, Array | None]:
