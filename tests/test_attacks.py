@@ -31,13 +31,11 @@ class Row(NamedTuple):
 
 
 TABLE = (
-    *(Row(make(), lies=False) for make in (attacks.NoAttack, attacks.RandomAction)),
-    *(Row(make(), lies=False) for make in (attacks.RewardFlip, attacks.RandomReward)),
+    Row(attacks.NoAttack(), lies=False),
+    *(Row(make(), lies=False) for make in (attacks.RandomAction, attacks.RewardFlip, attacks.RandomReward)),
     *(Row(make()) for make in (attacks.AvgZero, attacks.SignFlip, attacks.Zero, attacks.Mimic, attacks.IPM)),
-    *(Row(make()) for make in (attacks.ALIE, attacks.OptimalALIE, attacks.OptimalIPM)),
-    *(Row(make()) for make in (attacks.MinMax, attacks.MinSum)),
-    Row(attacks.NonFinite(), "both"),
-    Row(attacks.Silent(), "both"),
+    *(Row(make()) for make in (attacks.ALIE, attacks.OptimalALIE, attacks.OptimalIPM, attacks.MinMax, attacks.MinSum)),
+    *(Row(make(), "both") for make in (attacks.NonFinite, attacks.Silent)),
     Row(attacks.LargeNoise(), "both", equivocates=True, draws=True),
     Row(attacks.Equivocate(), "both", equivocates=True),
     Row(attacks.Dissensus(), "parameters", equivocates=True),
@@ -56,15 +54,12 @@ def honest_rows(knowledge: Knowledge) -> np.ndarray:
     return np.delete(np.asarray(knowledge.vectors, np.float64), np.asarray(knowledge.byzantine), axis=0)
 
 
-def told(attack: Attack, knowledge: Knowledge, receivers=EVERYONE) -> np.ndarray:
-    return np.asarray(attack.lie(knowledge, receivers))
+def told(attack: Attack, knowledge: Knowledge) -> np.ndarray:
+    return np.asarray(attack.lie(knowledge, EVERYONE))
 
 
 def close(left, right, tolerance=1e-5):
     np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance)
-
-
-# Contracts
 
 
 def test_the_table_is_complete():
@@ -118,7 +113,6 @@ def test_unknown_options(row):
     [
         lambda: replace(attacks.MinMax(), direction="up"),
         lambda: attacks.LargeNoise(scale=0),
-        lambda: attacks.RandomReward(scale=-1),
         lambda: attacks.OptimalIPM(candidates=0),
         lambda: attacks.Mimic(agent=len(HONEST)).lie(known(), EVERYONE),
         lambda: attacks.OptimalALIE().lie(replace(known(), rule=None), EVERYONE),
@@ -140,10 +134,8 @@ def test_play_is_poisoned_only_where_announced(row):
 def test_poisoned_play():
     action, uniform, reward, key = jnp.asarray(1), jnp.asarray(3), jnp.arange(3.0), jax.random.key(0)
     assert attacks.RandomAction().act(action, uniform, key) == 3
-    np.testing.assert_array_equal(attacks.RandomAction().record(reward, key), reward)
     np.testing.assert_array_equal(attacks.RewardFlip().record(reward, key), -reward)
     noise = np.asarray(attacks.RandomReward(scale=2.0).record(jnp.full(20_000, 7.0), key))
-    assert np.abs(noise).max() <= 2
     assert_uniform(noise, 2.0)
     assert not np.array_equal(noise, attacks.RandomReward(scale=2.0).record(jnp.full(20_000, 7.0), jax.random.key(1)))
 
@@ -151,6 +143,7 @@ def test_poisoned_play():
 def assert_uniform(sample: np.ndarray, scale: float):
     """Mean and variance of U(−a, a) within five standard errors: var x = a²/3, var x² = 4a⁴/45."""
     n = sample.size
+    assert np.abs(sample).max() <= scale
     assert abs(sample.mean(dtype=np.float64)) < 5 * scale / np.sqrt(3 * n)
     assert abs(np.mean(np.square(sample, dtype=np.float64)) - scale**2 / 3) < 5 * scale**2 * np.sqrt(4 / 45 / n)
 
@@ -181,7 +174,7 @@ def test_alie_factor():
 
 def test_golden_by_hand():
     knowledge = known()
-    truth = np.asarray(knowledge.vectors)[list(LIARS)]
+    truth = np.asarray(knowledge.truth())[0]
     np.testing.assert_array_equal(told(attacks.SignFlip(scale=3.0), knowledge), -3 * truth[None])
     np.testing.assert_array_equal(told(attacks.Zero(), knowledge), 0 * truth[None])
     poisoned = truth.copy()
@@ -217,7 +210,6 @@ def test_avg_zero_makes_the_plain_mean_zero():
 def test_large_noise_is_uniform_and_fresh_for_every_receiver():
     knowledge = known(dimension=2000)
     noise = told(attacks.LargeNoise(), knowledge)
-    assert np.abs(noise).max() <= 1000
     assert_uniform(noise, 1000.0)
     streams = noise.reshape(K * len(LIARS), -1) / np.linalg.norm(noise, axis=2).reshape(-1, 1)
     assert np.abs(np.triu(streams @ streams.T, 1)).max() < 6 / np.sqrt(2000)  # no two senders or receivers alike
@@ -242,11 +234,14 @@ def test_mda_fooling_is_accepted_and_as_long_as_it_can_be():
         assert (np.asarray(weights)[list(LIARS)] > 0).all()
 
 
-ALONG_DEVIATION = attacks.OptimalALIE(candidates=6), aggregators.Krum()
-ALONG_MEAN = attacks.OptimalIPM(largest=4.0, candidates=6), aggregators.TrimmedMean()
-
-
-@pytest.mark.parametrize(("search", "rule"), [ALONG_DEVIATION, ALONG_MEAN], ids=str)
+@pytest.mark.parametrize(
+    ("search", "rule"),
+    [
+        (attacks.OptimalALIE(candidates=6), aggregators.Krum()),
+        (attacks.OptimalIPM(largest=4.0, candidates=6), aggregators.TrimmedMean()),
+    ],
+    ids=str,
+)
 def test_line_search_finds_the_worst_factor(search, rule):
     lie = jax.jit(search.lie)
     sizes = np.geomspace(search.largest / 2**search.candidates, search.largest, search.candidates)
@@ -281,7 +276,6 @@ def test_fixed_set():
     for iteration in (0, 7):
         np.testing.assert_array_equal(FixedSet()(K, 3, iteration, key), [10, 11, 12])
         np.testing.assert_array_equal(FixedSet((8, 1, 4))(K, 3, iteration, key), LIARS)
-    assert FixedSet()(K, 0, 0, key).shape == (0,)
 
 
 @pytest.mark.parametrize("members", [(1, 4), (1, 4, 13), (-1, 4, 8), (1, 1, 4), (1, 1, 4, 8)])

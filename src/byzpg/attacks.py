@@ -472,7 +472,7 @@ class FixedSet(Component):
         members = self.members
         if members is None:
             return jnp.arange(num_agents - num_byzantine, num_agents)
-        if len(set(members)) != num_byzantine or not all(0 <= m < num_agents for m in members):
+        if not len(set(members)) == len(members) == num_byzantine or not all(0 <= m < num_agents for m in members):
             raise ValueError(
                 f"FixedSet: members must be {num_byzantine} different agents of 0 to {num_agents - 1}; got {members}."
             )

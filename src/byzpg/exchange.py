@@ -6,6 +6,7 @@ for a group of receivers at a time, so that all K × f × d lies never exist at 
 A receiver's own row is always its own true vector, at Byzantine agents too: they lie to others, and keep honest state.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -13,6 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import Tracer
 
 from byzpg.attacks import Attack, Knowledge
 from byzpg.clouds import Cloud, SharedRows, dot, finite_rows, squared_distances
@@ -41,7 +43,7 @@ def exchange(
     rule: Rule,
     vectors: Array,
     *,
-    byzantine: Array,
+    byzantine: Array | Sequence[int],
     attack: Attack,
     num_byzantine: int,
     phase: Phase = "gradients",
@@ -57,9 +59,9 @@ def exchange(
     """
     vectors = check_vectors("vectors", vectors)
     rule.check(len(vectors), check_num_byzantine(num_byzantine))
-    byzantine = jnp.asarray(byzantine, int)
-    if byzantine.ndim != 1 or len(byzantine) >= len(vectors):
-        raise ValueError(f"byzantine must be fewer than K = {len(vectors)} indices; got shape {byzantine.shape}.")
+    byzantine = _check_byzantine(byzantine, len(vectors))
+    if at_server and rule.needs_own:
+        raise ValueError(f"{rule} is for agents, which have a vector of their own; a server has none.")
     if phase not in ("gradients", "parameters"):
         raise ValueError(f"phase must be 'gradients' or 'parameters', got {phase!r}.")
     randomised = rule.needs_key or attack.equivocates
@@ -79,6 +81,21 @@ def exchange(
         at_server=at_server,
         diagnose=diagnose,
     )
+
+
+def _check_byzantine(byzantine: Array | Sequence[int], num_agents: int) -> Array:
+    indices = jnp.asarray(byzantine)
+    if indices.size == 0:
+        indices = indices.astype(int)
+    if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"byzantine must be a list of agents' indices, got {indices.dtype} of shape {indices.shape}.")
+    if len(indices) >= num_agents:
+        raise ValueError(f"byzantine must be fewer than K = {num_agents} agents, got {len(indices)}.")
+    if not isinstance(indices, Tracer):
+        listed = indices.tolist()
+        if len(set(listed)) < len(listed) or not all(0 <= agent < num_agents for agent in listed):
+            raise ValueError(f"byzantine must be different agents of 0 to {num_agents - 1}, got {listed}.")
+    return indices
 
 
 @partial(jax.jit, static_argnames=("rule", "attack", "num_byzantine", "phase", "at_server", "diagnose"))
@@ -108,7 +125,7 @@ def _exchange(
     shared_rows, shared_usable = vectors, usable
     agents = jnp.arange(num_agents)
     if not equivocal:
-        lies = attack.messages(phase, knowledge, agents[:1])[0]
+        lies = attack.messages(phase, knowledge, agents[:1])[0] if num_liars else vectors[:0]
         shared_rows = jnp.concatenate([vectors, lies])
         shared_usable = jnp.append(usable, finite_rows(lies))
     first = honest[jnp.argmax(usable[honest])]
@@ -131,8 +148,10 @@ def _exchange(
             result, weights = cloud.combine(coefficients), coefficients[:-1]
         else:
             result, weights = rule.combine(cloud, num_byzantine, receiver_key), None
-        enough = jnp.sum(cloud.usable) >= num_agents - num_byzantine
-        return jnp.where(enough, result, jnp.nan), weights
+        defined = jnp.sum(cloud.usable) >= num_agents - num_byzantine
+        if rule.needs_own:
+            defined &= cloud.usable[receiver]
+        return jax.tree.map(lambda leaf: jnp.where(defined, leaf, jnp.nan), (result, weights))
 
     def at_group(receivers: Array) -> tuple[Array, Array | None]:
         if equivocal:

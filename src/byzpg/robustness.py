@@ -5,7 +5,7 @@ are the h = K − f honest agents and α = f/K. For an agreement rule, per round
 `contraction` of what it was, and the honest mean moves by at most C_avg of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -92,6 +92,8 @@ def certificate(
         measured = {"C_ra": float(jnp.max(ratios)) / fraction}
         bounds = {"C_ra": bound}
     else:
+        # Agreement exchanges parameters, whatever messages the attack is meant for.
+        attack = replace(attack, target="parameters")
         contraction, drift = _agreement_ratios(rule, attack, clouds, keys, num_byzantine)
         measured = {"contraction": float(jnp.max(contraction)), "C_avg": float(jnp.max(drift))}
         bounds = {

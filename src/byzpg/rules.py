@@ -19,6 +19,7 @@ class Rule(Component, ABC):
 
     bound: ClassVar[str] = "f < K/2"  # shown when it is broken
     needs_key: ClassVar[bool] = False  # randomised rules
+    needs_own: ClassVar[bool] = False  # defined only for a receiver that has a row of its own
     # Two receivers of the same rows may get different results.
     differs_by_receiver: ClassVar[bool] = False
 
