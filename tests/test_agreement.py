@@ -261,10 +261,14 @@ def test_two_camps_told_what_they_want_to_hear():
     assert 0.5 < np.ptp(after) <= MDA().contraction(13, 3)
 
 
-@pytest.mark.parametrize(("rule", "lie"), [(MDA(), 1 - 1e-4), (TrimmedMeanAgreement(), 10.0)], ids=str)
-def test_the_mean_can_drift_as_far_as_proven(rule, lie):
-    """Three honest agents at −1, seven at 0; everyone is told the same."""
-    honest = np.repeat([-1.0, 0.0], [3, 7])[:, None]
-    received = with_lies(honest, np.full((10, 3, 1), lie))
+@pytest.mark.parametrize(
+    ("rule", "num_agents", "lie", "share"),
+    [(MDA(), 13, 1 - 1e-4, 1), (GDA(), 16, 1 - 1e-4, 10 / 13), (TrimmedMeanAgreement(), 13, 10.0, 1)],
+    ids=str,
+)
+def test_receivers_can_drift_as_far_as_proven(rule, num_agents, lie, share):
+    """Three honest agents at −1, the others at 0; everyone is told the same. With GDA those at −1 do not believe it."""
+    honest = np.repeat([-1.0, 0.0], [3, num_agents - 6])[:, None]
+    received = with_lies(honest, np.full((len(honest), 3, 1), lie))
     after = np.asarray(unchecked(rule, received, np.ones(received.shape[:2], bool), 3))
-    np.testing.assert_allclose(moved(honest, after, False), rule.drift(13, 3), rtol=1e-3)
+    np.testing.assert_allclose(moved(honest, after, False), share * rule.drift(num_agents, 3), rtol=1e-3)

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from byzpg.aggregators import (
     Median,
     MoNNA,
     MultiKrum,
+    PreAggregator,
     TrimmedMean,
 )
 from byzpg.agreement import GDA, Agreement, NoAgreement, TrimmedMeanAgreement
@@ -85,7 +87,7 @@ AGGREGATORS = [
     Case(NNM(Median()), 3, HALF, mean_at_zero=True),
     Case(ARC(MultiKrum()), 3, MULTI_KRUM, SHRUNK, translates=False, mean_at_zero=True),
     Case(ARC(MeaMed()), 3, HALF, translates=False, mean_at_zero=True, agrees=ROUNDED),
-    Case(Clipping(RFA(), threshold=2.0), 3, HALF, SHRUNK, translates=False, agrees="no"),
+    Case(Clipping(Krum(), threshold=2.0), 3, QUARTER, SHRUNK, translates=False, agrees="no"),
     Case(Clipping(Median(), threshold=2.0), 3, HALF, translates=False, agrees="no"),
 ]
 
@@ -147,28 +149,43 @@ def test_shape_dtype_and_input_untouched(case: Case):
     assert (rows.tobytes(), present.tobytes()) == (rows_before, present_before)
 
 
-@every_rule
-def test_jit_and_vmap_are_the_loop_and_trace_once(case: Case):
+@cache
+def batched(case: Case) -> tuple[Callable, list]:
+    """One program for the results and weights of a batch of clouds, and a list that grows when it is traced."""
     traces = []
 
-    def batched(clouds: jax.Array) -> jax.Array:
+    def program(clouds: jax.Array) -> list[jax.Array]:
         traces.append(clouds.shape)
-        return jax.vmap(lambda rows: call(case, rows, present=None))(clouds)
+        wanted = (False, True) if case.weights else (False,)
+        return [jax.vmap(lambda rows, w=w: call(case, rows, present=None, weights=w))(clouds) for w in wanted]
 
-    compiled = jax.jit(batched)
+    return jax.jit(program), traces
+
+
+@every_rule
+def test_jit_and_vmap_are_the_loop_and_trace_once(case: Case):
+    program, traces = batched(case)
     for seeds in (range(3), range(3, 6)):
         clouds = np.stack([cloud(seed) for seed in seeds])
-        np.testing.assert_allclose(compiled(clouds), [call(case, rows) for rows in clouds], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(program(clouds)[0], [call(case, rows) for rows in clouds], rtol=1e-5, atol=1e-5)
     assert len(traces) == 1
 
 
 @every_rule
-def test_no_jit_is_jit_and_other_values_do_not_compile_again(case: Case):
-    expected = call(case, cloud(0))
+def test_other_values_do_not_compile_again(case: Case):
     run: Any = rules._run
+    first = call(case, cloud(0))
     programs = run._cache_size()
-    assert not close(call(case, cloud(1), present=without(8)), expected)
+    assert not close(call(case, cloud(1), present=without(8)), first)
     assert run._cache_size() == programs
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in AGGREGATORS + AGREEMENTS if not isinstance(c.rule, PreAggregator)], ids=str
+)
+def test_no_jit_is_jit(case: Case):
+    """Pre-aggregators are left out for time: they wrap the others."""
+    expected = call(case, cloud(0))
     with jax.disable_jit():
         np.testing.assert_allclose(call(case, cloud(0)), expected, rtol=1e-5, atol=1e-5)
 
@@ -223,18 +240,20 @@ def test_no_faults_is_the_mean(case: Case):
 
 @every_rule
 def test_weights(case: Case):
-    rows, present = cloud(7), without(8)
     if case.weights is None:
         with pytest.raises(TypeError, match="not a weighted mean"):
-            call(case, rows, present=present, weights=True)
+            call(case, cloud(7), weights=True)
         return
-    weights = np.asarray(call(case, rows, present=present, weights=True))
-    assert weights.shape == (K,)
+    clouds = np.stack([cloud(seed) for seed in (7, 8, 9)])
+    clouds[:, 8] = np.nan
+    results, weights = map(np.asarray, batched(case)[0](clouds))
+    assert weights.shape == (3, K)
     assert np.all(weights >= 0)
-    assert weights[8] == 0
-    assert weights.sum() < 1 + 1e-6
-    assert (weights.sum() > 1 - 1e-6) == (case.weights == CONVEX)
-    np.testing.assert_allclose(weights @ rows, call(case, rows, present=present), rtol=1e-5, atol=1e-5)
+    assert np.all(weights[:, 8] == 0)
+    assert np.all(weights.sum(axis=1) < 1 + 1e-6)
+    assert np.all(weights.sum(axis=1) > 1 - 1e-6) == (case.weights == CONVEX)
+    for rows, weight, result in zip(np.nan_to_num(clouds), weights, results, strict=True):
+        np.testing.assert_allclose(weight @ rows, result, rtol=1e-5, atol=1e-5)
 
 
 @every_rule
@@ -256,7 +275,7 @@ def test_error_is_bounded_wherever_the_liars_are(case: Case):
         spread = np.sqrt(np.mean(np.sum((honest - honest.mean(axis=0)) ** 2, axis=1)))
         direction = rng.normal(size=D)
         direction /= np.linalg.norm(direction)
-        for distance in (1, 1e2, 1e4, 1e6):
+        for distance in (1, 1e2, 1e4, 1e6, 1e10, 1e16):
             lie = honest.mean(axis=0) + distance * spread * direction
             rows = np.concatenate([np.tile(lie, (case.f, 1)), honest]).astype(np.float32)
             error = np.linalg.norm(call(case, rows) - honest.mean(axis=0))
@@ -295,7 +314,7 @@ def test_too_few_rows(case: Case):
         call(case, rows)
 
 
-@pytest.mark.parametrize("case", [AGGREGATORS[1], AGGREGATORS[5], AGREEMENTS[1]], ids=str)
+@pytest.mark.parametrize("case", [AGGREGATORS[1], AGREEMENTS[1]], ids=str)
 def test_what_would_be_an_error_is_nan_under_jit(case: Case):
     compiled = jax.jit(lambda rows, present: call(case, rows, present=present))
     assert np.all(np.isfinite(compiled(cloud(0), EVERYONE)))
@@ -331,24 +350,35 @@ BAD_INPUT: dict[str, tuple[Callable, type[Exception], str]] = {
     "unknown argument": (lambda: median(num_rows=3), TypeError, "num_rows"),
     "unknown option": (lambda: Krum(neighbors="paper"), TypeError, "neighbors"),  # type: ignore[call-arg]
     "Krum neighbours": (lambda: Krum(neighbours="all"), ValueError, "one of paper, original; got 'all'"),  # type: ignore[arg-type]
-    "RFA start": (lambda: RFA(start="medoid"), ValueError, "RFA: start must be one of mean, zero"),  # type: ignore[arg-type]
-    "clipping start": (lambda: CenteredClipping(start="mean"), ValueError, "one of medoid, zero"),  # type: ignore[arg-type]
+    "RFA start": (lambda: RFA(start="medoid"), ValueError, "RFA: start must be one of multikrum, zero"),  # type: ignore[arg-type]
+    "clipping start": (lambda: CenteredClipping(start="mean"), ValueError, "one of krum, zero"),  # type: ignore[arg-type]
     "radius": (lambda: CenteredClipping(radius=0), ValueError, "CenteredClipping: radius must be positive"),
     "NaN radius": (lambda: CenteredClipping(radius=float("nan")), ValueError, "radius must be positive"),
-    "iterations": (lambda: CenteredClipping(iterations=0), ValueError, "iterations must be positive"),
+    "iterations": (lambda: CenteredClipping(iterations=0), ValueError, "iterations must be a positive whole number"),
     "smoothing": (lambda: RFA(smoothing=0), ValueError, "smoothing must be positive"),
-    "max_iterations": (lambda: RFA(max_iterations=0), ValueError, "max_iterations must be positive"),
+    "max_iterations": (lambda: RFA(max_iterations=0), ValueError, "max_iterations must be a positive whole number"),
     "tolerance": (lambda: RFA(tolerance=-1e-9), ValueError, "tolerance must not be negative"),
     "threshold": (lambda: Clipping(Median(), threshold=-1), ValueError, "threshold must be positive"),
-    "size": (lambda: Bucketing(Median(), size=0), ValueError, "size must be positive"),
-    "node_limit": (lambda: MDA(node_limit=0), ValueError, "node_limit must be positive"),
-    "agreement node_limit": (lambda: agreement.MDA(node_limit=-1), ValueError, "node_limit must be positive"),
+    "size": (lambda: Bucketing(Median(), size=0), ValueError, "size must be a positive whole number"),
+    "node_limit": (lambda: MDA(node_limit=0), ValueError, "node_limit must be a positive whole number"),
+    "agreement node_limit": (
+        lambda: agreement.MDA(node_limit=-1),
+        ValueError,
+        "node_limit must be a positive whole number",
+    ),
     "no key": (lambda: Bucketing(Mean())(X, num_byzantine=3), ValueError, "pass key="),
     "no key inside": (lambda: NNM(Bucketing(Mean()))(X, num_byzantine=3), ValueError, "pass key="),
     "wrapping a name": (lambda: NNM("median"), TypeError, "NNM wraps an aggregator.*'median'"),  # type: ignore[arg-type]
     "wrapping a class": (lambda: ARC(Median), TypeError, "ARC wraps an aggregator"),  # type: ignore[arg-type]
     "wrapping agreement": (lambda: Bucketing(GDA()), TypeError, "Bucketing wraps an aggregator"),  # type: ignore[arg-type]
     "wrapping nothing": (lambda: Clipping(None), TypeError, "Clipping wraps an aggregator"),  # type: ignore[arg-type]
+    "fractional size": (lambda: Bucketing(Median(), size=2.5), ValueError, "size must be a positive whole number"),  # type: ignore[arg-type]
+    "pivot of buckets": (lambda: Bucketing(MoNNA(pivot=3)), ValueError, "leave pivot out"),
+    "pivot absent": (
+        lambda: MoNNA(pivot=4)(X, num_byzantine=3, present=without(4)),
+        ValueError,
+        "pivot's row is absent",
+    ),
     "pivot": (lambda: MoNNA(pivot=K)(X, num_byzantine=3), ValueError, "pivot must be the index of a row, 0 to 12"),
     "negative pivot": (lambda: MoNNA(pivot=-1)(X, num_byzantine=3), ValueError, "0 to 12"),
     "no own": (lambda: gda(), TypeError, "own"),

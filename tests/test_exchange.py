@@ -14,6 +14,7 @@ from byzpg import aggregators, agreement, attacks
 from byzpg.agreement import Agreement
 from byzpg.attacks import Knowledge
 from byzpg.exchange import exchange
+from byzpg.least_diameter import SearchLimitError
 
 # `byzpg.exchange`, the attribute, is the function.
 module = importlib.import_module("byzpg.exchange")
@@ -139,6 +140,37 @@ def test_a_diverged_honest_agent_does_not_drown_the_others(rule):
     assert_law(results, rule, attacks.NoAttack(), liars=(1,), vectors=vectors, tolerance=1e-6)
 
 
+@dataclass(frozen=True)
+class OnlyGradients(attacks.Attack):
+    """An attack of a user's own that overrides one hook and equivocates in it."""
+
+    def gradients(self, knowledge, receivers):
+        return receivers[:, None, None] * jnp.ones_like(knowledge.truth())
+
+
+def test_an_attack_may_override_one_hook():
+    rule, attack = aggregators.Mean(), OnlyGradients()
+    assert_law(ask(rule, attack)[0], rule, attack)
+    assert_law(ask(rule, attack, "parameters")[0], rule, attack, "parameters")
+
+
+def test_all_but_one_may_be_byzantine():
+    vectors = jnp.asarray([[1.0], [3.0]])
+    results, _ = exchange(MEAN, vectors, byzantine=[0], attack=attacks.Zero(), num_byzantine=1)
+    np.testing.assert_allclose(results, [[2.0], [1.5]])
+
+
+def test_own_rows_reach_a_rule_inside_another():
+    rule, attack = aggregators.Clipping(aggregators.MoNNA(), threshold=1e6), attacks.Equivocate()
+    np.testing.assert_allclose(ask(rule, attack)[0], ask(aggregators.MoNNA(), attack)[0], rtol=1e-5)
+
+
+def test_a_search_cut_short_is_a_clear_error():
+    rows = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+    with pytest.raises(SearchLimitError, match="node_limit = 2"):
+        exchange(agreement.MDA(node_limit=2), rows, byzantine=[0], attack=HONESTLY, num_byzantine=5)
+
+
 def test_too_few_usable_vectors_give_nan():
     # Two are silent and one is declared: honest receivers lack one vector; a liar knows its own and has enough.
     results = np.asarray(ask(aggregators.Mean(), attacks.Silent(), liars=(1, 4), f=1)[0])
@@ -195,6 +227,9 @@ def test_diagnostics_where_one_result_stands_for_many():
         (lambda: ask(agreement.GDA(), HONESTLY, f=3), "f < K/5"),
         (lambda: ask(MEAN, HONESTLY, f=-1), "negative"),
         (lambda: ask(MEAN, HONESTLY, liars=range(K)), "fewer than K = 11"),
+        (lambda: ask(MEAN, HONESTLY, liars=(1, 1)), "different agents of 0 to 10"),
+        (lambda: ask(MEAN, HONESTLY, liars=(11,)), "different agents of 0 to 10"),
+        (lambda: ask(agreement.GDA(), HONESTLY, at_server=True), "a server has none"),
     ],
 )
 def test_bad_input(call, match):
@@ -267,7 +302,8 @@ def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
     WATCHED.asked.clear()
     group_bytes(size)
     results, _ = ask(rule, attack)
-    assert WATCHED.asked == {700: [4], 1: [1]}.get(size, [])
+    # First it is asked for the shape of its answer to everyone, then for messages.
+    assert WATCHED.asked == {700: [K, 4], 1: [K, 1]}.get(size, [])
     assert_law(results, rule, attack)
 
 

@@ -9,9 +9,7 @@ import numpy as np
 # Shared pieces
 
 
-def present_rows(
-    received: np.ndarray, f: int, present: np.ndarray | None = None
-) -> tuple[np.ndarray, int, np.ndarray]:
+def present_rows(received: np.ndarray, f: int, present: np.ndarray | None = None) -> tuple[np.ndarray, int, np.ndarray]:
     """The usable rows in float64, the faults left after the dropped rows, the rows' original positions."""
     received = np.asarray(received, dtype=np.float64)
     here = np.ones(len(received), dtype=bool) if present is None else np.asarray(present, dtype=bool)
@@ -89,9 +87,7 @@ def krum_scores(rows: np.ndarray, count: int) -> np.ndarray:
     return np.array([np.sort(line)[:count].sum() for line in squared_distances(rows)])
 
 
-def krum(
-    received: np.ndarray, f: int, present: np.ndarray | None = None, neighbours: str = "paper"
-) -> np.ndarray:
+def krum(received: np.ndarray, f: int, present: np.ndarray | None = None, neighbours: str = "paper") -> np.ndarray:
     """The row with the least Krum score."""
     rows, f, _ = present_rows(received, f, present)
     keep = len(rows) - f
@@ -278,9 +274,7 @@ def agree_gda(received: np.ndarray, own: int, f: int, present: np.ndarray | None
     return monna(received, f, present, pivot=own)
 
 
-def agree_trimmed_mean(
-    received: np.ndarray, own: int, f: int, present: np.ndarray | None = None
-) -> np.ndarray:
+def agree_trimmed_mean(received: np.ndarray, own: int, f: int, present: np.ndarray | None = None) -> np.ndarray:
     """The coordinate-wise trimmed mean, whoever the receiver is."""
     return trimmed_mean(received, f, present)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from byzpg.clouds import Cloud, dot
-from byzpg.components import check_choice, check_positive
+from byzpg.components import Vectors, check_choice, check_count, check_positive
 from byzpg.least_diameter import least_diameter_subset
 from byzpg.order_statistics import ascending, kth_smallest, smallest, sum_of_smallest
 from byzpg.rules import Rule, WeightedRule, apply_rule
@@ -27,7 +27,7 @@ class Aggregator(Rule):
     """An aggregation rule, called as rule(received, num_byzantine=f, present=None, key=None)."""
 
     def __call__(
-        self, received: Array, *, num_byzantine: int, present: Array | None = None, key: Array | None = None
+        self, received: Vectors, *, num_byzantine: int, present: Vectors | None = None, key: Array | None = None
     ) -> Array:
         """Aggregate `received` [K, d], of which `present` [K] (bool, default all) arrived, into one vector [d].
 
@@ -36,7 +36,7 @@ class Aggregator(Rule):
         return apply_rule(self, received, num_byzantine, present, key)
 
     def weights(
-        self, received: Array, *, num_byzantine: int, present: Array | None = None, key: Array | None = None
+        self, received: Vectors, *, num_byzantine: int, present: Vectors | None = None, key: Array | None = None
     ) -> Array:
         """The weight [K] each row has in the result: who was trusted, who was dropped."""
         return apply_rule(self, received, num_byzantine, present, key, want_weights=True)
@@ -54,9 +54,9 @@ def _faults_left(num_points: int, num_usable: Array, num_byzantine: int) -> Arra
     return num_byzantine - (num_points - num_usable)
 
 
-def krum_scores(distances: Array, count: int) -> Array:
-    """Σ of the `count` smallest squared distances in each row, its own zero among them."""
-    return sum_of_smallest(distances, count)
+def krum_scores(cloud: Cloud, count: int) -> Array:
+    """Σ of the `count` smallest squared distances of each point, its own zero among them; ∞ if it is not usable."""
+    return jnp.where(cloud.usable, sum_of_smallest(cloud.distances(), count), jnp.inf)
 
 
 # Rules per coordinate
@@ -197,8 +197,7 @@ class Krum(WeightedAggregator):
 
     def _scores(self, cloud: Cloud, num_byzantine: int) -> Array:
         keep = cloud.num_points - num_byzantine
-        scores = krum_scores(cloud.distances(), keep if self.neighbours == "paper" else keep - 1)
-        return jnp.where(cloud.usable, scores, jnp.inf)
+        return krum_scores(cloud, keep if self.neighbours == "paper" else keep - 1)
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return cloud.mean_of(jnp.arange(cloud.num_points) == jnp.argmin(self._scores(cloud, num_byzantine)))
@@ -226,18 +225,20 @@ class MultiKrum(Krum):
 class RFA(WeightedAggregator):
     """The geometric median argmin_z Σ_i ‖z − x_i‖ by smoothed Weiszfeld steps (Pillutla et al. 2022).
 
-    z ← Σ β_i x_i / Σ β_i with β_i = 1/max(ν, ‖z − x_i‖), from the mean or from zero, until a step is shorter than
-    `tolerance` times the median distance to the rows. RFA.reference() is the common short form.
+    z ← Σ β_i x_i / Σ β_i with β_i = 1/max(ν, ‖z − x_i‖), until a step is shorter than `tolerance` times the median
+    distance to the rows. start: "multikrum" begins at MultiKrum's result, because from the mean, which far liars carry
+    away, each step comes back only by a factor f/(K − f); "zero" begins at the origin.
     """
 
     smoothing: float = 1e-6
     max_iterations: int = 200
     tolerance: float = 1e-5
-    start: Literal["mean", "zero"] = "mean"
+    start: Literal["multikrum", "zero"] = "multikrum"
 
     def __post_init__(self) -> None:
-        check_positive(self, smoothing=self.smoothing, max_iterations=self.max_iterations)
-        check_choice(self, "start", self.start, ("mean", "zero"))
+        check_positive(self, smoothing=self.smoothing)
+        check_count(self, max_iterations=self.max_iterations)
+        check_choice(self, "start", self.start, ("multikrum", "zero"))
         if self.tolerance < 0:
             raise ValueError(f"RFA: tolerance must not be negative, got {self.tolerance}.")
 
@@ -257,7 +258,8 @@ class RFA(WeightedAggregator):
             scale = kth_smallest(jnp.where(cloud.usable, gaps, jnp.inf), (cloud.num_points - num_byzantine) // 2)
             return following, iteration + 1, moved > self.tolerance * scale
 
-        start = cloud.origin() if self.start == "zero" else cloud.mean_of(cloud.usable)
+        robust = MultiKrum().coefficients(cloud, num_byzantine, key)
+        start = cloud.origin() if self.start == "zero" else robust
         result, _, _ = lax.while_loop(
             lambda state: state[2] & (state[1] < self.max_iterations),
             step,
@@ -291,7 +293,7 @@ class MDA(WeightedAggregator):
     node_limit: int = 1_000_000
 
     def __post_init__(self) -> None:
-        check_positive(self, node_limit=self.node_limit)
+        check_count(self, node_limit=self.node_limit)
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         keep = cloud.num_points - num_byzantine
@@ -311,7 +313,10 @@ class MoNNA(WeightedAggregator):
     """
 
     pivot: int | None = None
-    differs_by_receiver: ClassVar[bool] = True
+
+    @property
+    def differs_by_receiver(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.pivot is None
 
     def max_byzantine(self, num_agents: int) -> int:
         if self.pivot is not None and not 0 <= self.pivot < num_agents:
@@ -325,7 +330,7 @@ class MoNNA(WeightedAggregator):
         elif cloud.own is not None:
             pivot = cloud.own
         else:
-            pivot = jnp.argmin(jnp.where(cloud.usable, krum_scores(cloud.distances(), keep), jnp.inf))
+            pivot = jnp.argmin(krum_scores(cloud, keep))
         return nearest_to(cloud, pivot, keep)
 
 
@@ -333,25 +338,22 @@ class MoNNA(WeightedAggregator):
 class CenteredClipping(WeightedAggregator):
     """v ← v + 1/n Σ_i min(1, τ/‖x_i − v‖)(x_i − v), a few times (Karimireddy et al. 2021).
 
-    start: "medoid" begins at Krum's choice; "zero" at the origin, as with momenta. The radius τ is in the units of
+    start: "krum" begins at Krum's choice; "zero" at the origin, as with momenta. The radius τ is in the units of
     the rows: a liar moves the result by at most τ/n per iteration.
     """
 
     radius: float = 1.0
     iterations: int = 3
-    start: Literal["medoid", "zero"] = "medoid"
+    start: Literal["krum", "zero"] = "krum"
 
     def __post_init__(self) -> None:
-        check_positive(self, radius=self.radius, iterations=self.iterations)
-        check_choice(self, "start", self.start, ("medoid", "zero"))
+        check_positive(self, radius=self.radius)
+        check_count(self, iterations=self.iterations)
+        check_choice(self, "start", self.start, ("krum", "zero"))
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        if self.start == "zero":
-            begin = cloud.origin()
-        else:
-            scores = krum_scores(cloud.distances(), cloud.num_points - num_byzantine)
-            medoid = jnp.argmin(jnp.where(cloud.usable, scores, jnp.inf))
-            begin = cloud.mean_of(jnp.arange(cloud.num_points) == medoid)
+        choice = Krum().coefficients(cloud, num_byzantine, key)
+        begin = cloud.origin() if self.start == "zero" else choice
 
         def step(_: Array, current: Array) -> Array:
             gaps = cloud.distances_to(current)[:-1]
@@ -383,10 +385,11 @@ class CAF(WeightedAggregator):
             root = jnp.sqrt(mean)
             # The K × K matrix √c_i √c_j ⟨x_i − μ, x_j − μ⟩ has the eigenvalues of the d × d covariance.
             variances, directions = jnp.linalg.eigh(around * root[:, None] * root[None, :])
-            along = jnp.square(dot(around, root * directions[:, -1]))
+            along = jnp.abs(dot(around, root * directions[:, -1]))
             furthest = jnp.max(jnp.where(weights > 0, along, 0))
             better = variances[-1] < best_variance
-            lighter = weights * jnp.clip(1 - along / jnp.where(furthest > 0, furthest, 1), 0, 1)
+            ratio = along / jnp.where(furthest > 0, furthest, 1)  # squared only now: distances⁴ would overflow
+            lighter = weights * jnp.maximum(1 - jnp.square(ratio), 0)
             go_on = (furthest > 0) & (jnp.sum(lighter) > least_weight)
             return (
                 lighter,
@@ -408,18 +411,23 @@ class PreAggregator(Aggregator):
     """A rule applied to affine combinations of the rows."""
 
     rule: Aggregator
+    one_to_one: ClassVar[bool] = True  # new point i is still sender i's
 
     @abstractmethod
     def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         """The new points as combinations [n', n + 1] of the old ones, which are usable, and the inner rule's key."""
 
-    def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
+    def _mixed(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Cloud, Array, Array | None]:
         matrix, usable, key = self.points(cloud, num_byzantine, key)
-        return self.rule.combine(cloud.mixed(matrix, usable), num_byzantine, key)
+        return cloud.mixed(matrix, usable, cloud.own if self.one_to_one else None), matrix, key
+
+    def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
+        mixed, _, key = self._mixed(cloud, num_byzantine, key)
+        return self.rule.combine(mixed, num_byzantine, key)
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        matrix, usable, key = self.points(cloud, num_byzantine, key)
-        inner = self.rule.coefficients(cloud.mixed(matrix, usable), num_byzantine, key)
+        mixed, matrix, key = self._mixed(cloud, num_byzantine, key)
+        inner = self.rule.coefficients(mixed, num_byzantine, key)
         result = dot(inner[:-1], matrix)
         return result.at[-1].add(inner[-1])
 
@@ -472,7 +480,7 @@ class NNM(PreAggregator):
         return None if inner is None else 8 * num_byzantine / (num_agents - num_byzantine) * (1 + inner)
 
 
-def _scaled(cloud: Cloud, scale: Array) -> Array:
+def _scaled(scale: Array) -> Array:
     """The points pulled towards the origin by `scale` [n], as combinations [n, n + 1]."""
     return jnp.concatenate([jnp.diag(scale), (1 - scale)[:, None]], axis=1)
 
@@ -494,7 +502,7 @@ class Clipping(PreAggregator):
 
     def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         scale = jnp.minimum(1, self.threshold / jnp.maximum(_norms(cloud), 1e-30))
-        return _scaled(cloud, scale), cloud.usable, key
+        return _scaled(scale), cloud.usable, key
 
 
 @dataclass(frozen=True)
@@ -513,7 +521,7 @@ class ARC(PreAggregator):
         norms = _norms(cloud)
         longest_first, _ = lax.top_k(jnp.where(cloud.usable, norms, -1), cloud.num_points)
         threshold = longest_first[num_clipped]
-        return _scaled(cloud, jnp.minimum(1, threshold / jnp.maximum(norms, 1e-30))), cloud.usable, key
+        return _scaled(jnp.minimum(1, threshold / jnp.maximum(norms, 1e-30))), cloud.usable, key
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         inner = self.rule.robustness_bound(num_agents, num_byzantine)
@@ -530,11 +538,16 @@ class Bucketing(PreAggregator):
 
     rule: Aggregator
     size: int | None = None
+    one_to_one: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_inner(self, self.rule)
+        if isinstance(self.rule, MoNNA) and self.rule.pivot is not None:
+            raise ValueError(
+                f"Bucketing: buckets are random, so {self.rule} would trust a random one; leave out pivot."
+            )
         if self.size is not None:
-            check_positive(self, size=self.size)
+            check_count(self, size=self.size)
 
     @property
     def needs_key(self) -> bool:

@@ -13,7 +13,7 @@ from jax import Array
 
 from byzpg import aggregators
 from byzpg.clouds import Cloud
-from byzpg.components import check_positive
+from byzpg.components import Vectors, check_count
 from byzpg.rules import Rule, WeightedRule, apply_rule
 
 
@@ -25,11 +25,11 @@ class Agreement(Rule):
 
     def __call__(
         self,
-        received: Array,
+        received: Vectors,
         *,
         own: int | Array,
         num_byzantine: int,
-        present: Array | None = None,
+        present: Vectors | None = None,
         key: Array | None = None,
     ) -> Array:
         """The receiver's vector [d] after one round, from the `received` [K, d], row `own` being its own."""
@@ -37,20 +37,22 @@ class Agreement(Rule):
 
     def weights(
         self,
-        received: Array,
+        received: Vectors,
         *,
         own: int | Array,
         num_byzantine: int,
-        present: Array | None = None,
+        present: Vectors | None = None,
         key: Array | None = None,
     ) -> Array:
         """The weight [K] each row has in the result."""
         return apply_rule(self, received, num_byzantine, present, key, own, want_weights=True)
 
     def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
+        """Bound on the honest diameter after a round over before; None where none is known."""
         return None
 
     def drift(self, num_agents: int, num_byzantine: int) -> float | None:
+        """Bound on how far the honest mean moves over the honest diameter (C_avg); None where none is known."""
         return None
 
 
@@ -69,7 +71,7 @@ class MDA(WeightedAgreement):
     node_limit: int = 1_000_000
 
     def __post_init__(self) -> None:
-        check_positive(self, node_limit=self.node_limit)
+        check_count(self, node_limit=self.node_limit)
 
     def max_byzantine(self, num_agents: int) -> int:
         return (num_agents - 1) // 4
@@ -77,10 +79,10 @@ class MDA(WeightedAgreement):
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return aggregators.MDA(self.node_limit).coefficients(cloud, num_byzantine, key)
 
-    def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
+    def contraction(self, num_agents: int, num_byzantine: int) -> float:
         return 3 * num_byzantine / (num_agents - num_byzantine)
 
-    def drift(self, num_agents: int, num_byzantine: int) -> float | None:
+    def drift(self, num_agents: int, num_byzantine: int) -> float:
         return 2 * num_byzantine / (num_agents - num_byzantine)
 
 
@@ -98,10 +100,10 @@ class GDA(WeightedAgreement):
         assert cloud.own is not None
         return aggregators.nearest_to(cloud, cloud.own, cloud.num_points - num_byzantine)
 
-    def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
+    def contraction(self, num_agents: int, num_byzantine: int) -> float:
         return 4 * num_byzantine / (num_agents - num_byzantine)
 
-    def drift(self, num_agents: int, num_byzantine: int) -> float | None:
+    def drift(self, num_agents: int, num_byzantine: int) -> float:
         return 2 * num_byzantine / (num_agents - num_byzantine)
 
 
@@ -118,10 +120,10 @@ class TrimmedMeanAgreement(Agreement):
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return aggregators.TrimmedMean().combine(cloud, num_byzantine, key)
 
-    def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
+    def contraction(self, num_agents: int, num_byzantine: int) -> float:
         return num_byzantine / (num_agents - 2 * num_byzantine)
 
-    def drift(self, num_agents: int, num_byzantine: int) -> float | None:
+    def drift(self, num_agents: int, num_byzantine: int) -> float:
         return num_byzantine / (num_agents - num_byzantine)
 
 
@@ -138,8 +140,8 @@ class NoAgreement(WeightedAgreement):
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return cloud.mean_of(jnp.arange(cloud.num_points) == cloud.own)
 
-    def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
+    def contraction(self, num_agents: int, num_byzantine: int) -> float:
         return 1.0
 
-    def drift(self, num_agents: int, num_byzantine: int) -> float | None:
+    def drift(self, num_agents: int, num_byzantine: int) -> float:
         return 0.0

@@ -9,6 +9,7 @@ An attack is omniscient and colluding: each hook sees `Knowledge`. It has three 
 A message of NaNs is one that was never sent: receivers treat both alike.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import ClassVar, Literal
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from byzpg.clouds import Cloud, dot, squared_distances
-from byzpg.components import Component, check_choice, check_positive
+from byzpg.components import Component, check_choice, check_count, check_finite, check_positive
 from byzpg.least_diameter import least_diameter_subset
 from byzpg.rules import Rule
 
@@ -78,15 +79,11 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class Attack(Component):
-    """Honest behaviour; every attack changes some of it."""
+    """Honest behaviour in all hooks; every attack changes some of them."""
 
-    equivocates: ClassVar[bool] = False  # tells receivers different things
     poisons_play: ClassVar[bool] = False  # `act` or `record` is changed
+    needs_key: ClassVar[bool] = False  # messages are random
     uses_rule: ClassVar[bool] = False  # looks at the receivers' rule
-    target: Target = "gradients"  # which messages lie
-
-    def __post_init__(self) -> None:
-        check_choice(self, "target", self.target, ("gradients", "parameters", "both"))
 
     def act(self, action: Array, uniform: Array, key: Array) -> Array:
         """The action taken where the policy chose `action`; `uniform` is a uniform draw from the action space."""
@@ -96,22 +93,38 @@ class Attack(Component):
         """The reward noted down where the environment paid `reward`."""
         return reward
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
-        """The messages [receiver or 1, Byzantine sender, d] of an attack on messages."""
+    def gradients(self, knowledge: Knowledge, receivers: Array) -> Array:
+        """The gradient messages [receiver or 1, Byzantine sender, d] for `receivers` [r]; index K is a server."""
         return knowledge.truth()
 
-    def lies_in(self, phase: Literal["gradients", "parameters"]) -> bool:
-        return self.target in (phase, "both") and type(self).lie is not Attack.lie
+    def parameters(self, knowledge: Knowledge, receivers: Array) -> Array:
+        """The parameter messages [receiver or 1, Byzantine sender, d] for `receivers` [r]."""
+        return knowledge.truth()
 
     def messages(self, phase: str, knowledge: Knowledge, receivers: Array) -> Array:
-        """What `receivers` [r] get in this phase, from `gradients` or `parameters`."""
-        return self.gradients(knowledge, receivers) if phase == "gradients" else self.parameters(knowledge, receivers)
+        """What `receivers` get in this phase: `gradients` or `parameters`."""
+        hook = self.gradients if phase == "gradients" else self.parameters
+        return hook(knowledge, receivers)
+
+
+@dataclass(frozen=True)
+class MessageAttack(Attack):
+    """One lie for gradient messages, parameter messages, or both."""
+
+    target: Target = "gradients"  # which messages lie
+
+    def __post_init__(self) -> None:
+        check_choice(self, "target", self.target, ("gradients", "parameters", "both"))
+
+    @abstractmethod
+    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+        """The messages [receiver or 1, Byzantine sender, d]."""
 
     def gradients(self, knowledge: Knowledge, receivers: Array) -> Array:
-        return self.lie(knowledge, receivers) if self.lies_in("gradients") else knowledge.truth()
+        return knowledge.truth() if self.target == "parameters" else self.lie(knowledge, receivers)
 
     def parameters(self, knowledge: Knowledge, receivers: Array) -> Array:
-        return self.lie(knowledge, receivers) if self.lies_in("parameters") else knowledge.truth()
+        return knowledge.truth() if self.target == "gradients" else self.lie(knowledge, receivers)
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,6 @@ class RandomReward(Attack):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_positive(self, scale=self.scale)
 
     def record(self, reward: Array, key: Array) -> Array:
@@ -161,7 +173,7 @@ class RandomReward(Attack):
 
 
 @dataclass(frozen=True)
-class AvgZero(Attack):
+class AvgZero(MessageAttack):
     """−(1/b) Σ_honest x: the plain mean of all vectors becomes zero (Jordan et al. 2024)."""
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
@@ -169,20 +181,28 @@ class AvgZero(Attack):
 
 
 @dataclass(frozen=True)
-class SignFlip(Attack):
+class SignFlip(MessageAttack):
     """−scale × the sender's own true vector."""
 
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_finite(self, scale=self.scale)
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
         return -self.scale * knowledge.truth()
 
 
 @dataclass(frozen=True)
-class IPM(Attack):
+class IPM(MessageAttack):
     """Inner-product manipulation: −ε × the honest mean (Xie et al. 2020)."""
 
     epsilon: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_finite(self, epsilon=self.epsilon)
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
         return knowledge.everyone_sends(-self.epsilon * knowledge.mean())
@@ -196,10 +216,14 @@ def alie_factor(num_agents: int, num_byzantine: int) -> float:
 
 
 @dataclass(frozen=True)
-class ALIE(Attack):
+class ALIE(MessageAttack):
     """A little is enough: honest mean − z × honest standard deviation (Baruch et al. 2019). z None: from K and f."""
 
     z: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_finite(self, z=self.z or 0.0)
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
         z = alie_factor(knowledge.num_agents, len(knowledge.byzantine)) if self.z is None else self.z
@@ -207,7 +231,7 @@ class ALIE(Attack):
 
 
 @dataclass(frozen=True)
-class _LineSearch(Attack):
+class _LineSearch(MessageAttack):
     """honest mean + t × a direction, t being the factor (of both signs) that moves the rule in use furthest."""
 
     uses_rule: ClassVar[bool] = True
@@ -216,10 +240,11 @@ class _LineSearch(Attack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, largest=self.largest, candidates=self.candidates)
+        check_positive(self, largest=self.largest)
+        check_count(self, candidates=self.candidates)
 
-    def direction(self, knowledge: Knowledge) -> Array:
-        raise NotImplementedError
+    @abstractmethod
+    def direction(self, knowledge: Knowledge) -> Array: ...
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
         rule = knowledge.rule
@@ -235,7 +260,7 @@ class _LineSearch(Attack):
             result = rule.combine(cloud, knowledge.num_byzantine, jax.random.fold_in(knowledge.key, 0))
             return jnp.sum(jnp.square(result - mean))
 
-        sizes = jnp.geomspace(self.largest / 2**self.candidates, self.largest, self.candidates)
+        sizes = self.largest / 2.0 ** jnp.arange(self.candidates, dtype=mean.dtype)
         factors = jnp.concatenate([-sizes, sizes])
         harm = lax.map(damage, factors)
         best = factors[jnp.argmax(jnp.where(jnp.isfinite(harm), harm, -1))]
@@ -266,7 +291,7 @@ def _principal_axis(around_mean: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Mimic(Attack):
+class Mimic(MessageAttack):
     """Every liar repeats one honest agent's vector (Karimireddy et al. 2022).
 
     agent: the position among the honest agents; None picks the one furthest out along their direction of largest
@@ -287,7 +312,7 @@ class Mimic(Attack):
 
 
 @dataclass(frozen=True)
-class MinMax(Attack):
+class MinMax(MessageAttack):
     """honest mean + γp, the largest γ with max_i ‖m − x_i‖ ≤ max_ij ‖x_i − x_j‖ (Shejwalkar & Houmansadr 2021).
 
     p: "unit" −mean/‖mean‖, "std" −standard deviation, "sign" −sign(mean). γ is found in closed form.
@@ -332,7 +357,7 @@ class MinSum(MinMax):
 
 
 @dataclass(frozen=True)
-class Zero(Attack):
+class Zero(MessageAttack):
     """Zeros: an agent that does not contribute."""
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
@@ -340,7 +365,7 @@ class Zero(Attack):
 
 
 @dataclass(frozen=True)
-class NonFinite(Attack):
+class NonFinite(MessageAttack):
     """The true vector with one entry overwritten: NaN from the first liar, +Inf, −Inf from the next, and so on."""
 
     target: Target = "both"
@@ -352,7 +377,7 @@ class NonFinite(Attack):
 
 
 @dataclass(frozen=True)
-class Silent(Attack):
+class Silent(MessageAttack):
     """Nothing is sent."""
 
     target: Target = "both"
@@ -370,10 +395,10 @@ def _first_half(knowledge: Knowledge, receivers: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class LargeNoise(Attack):
+class LargeNoise(MessageAttack):
     """Every coordinate i.i.d. U(−scale, scale), a fresh draw per receiver (Jordan et al. 2024)."""
 
-    equivocates: ClassVar[bool] = True
+    needs_key: ClassVar[bool] = True
     target: Target = "both"
     scale: float = 1000.0
 
@@ -392,30 +417,37 @@ class LargeNoise(Attack):
 
 
 @dataclass(frozen=True)
-class Equivocate(Attack):
+class Equivocate(MessageAttack):
     """The truth to the first half of the receivers, −scale × the truth to the others."""
 
-    equivocates: ClassVar[bool] = True
     target: Target = "both"
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_finite(self, scale=self.scale)
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
         return jnp.where(_first_half(knowledge, receivers), 1, -self.scale) * knowledge.truth()
 
 
 @dataclass(frozen=True)
-class Dissensus(Attack):
+class Dissensus(MessageAttack):
     """Keeps receivers apart: to receiver k, x_k − (scale/b) Σ_honest (x_j − x_k) (He et al. 2022, complete graph).
 
     With scale 1, plain averaging leaves every receiver where it is.
     """
 
-    equivocates: ClassVar[bool] = True
     target: Target = "parameters"
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_finite(self, scale=self.scale)
+
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
-        own = knowledge.vectors[receivers]
+        at_agent = (receivers < knowledge.num_agents)[:, None]  # a server has no vector: the honest mean stands for it
+        own = jnp.where(at_agent, knowledge.vectors.at[receivers].get(mode="clip"), knowledge.mean())
         pull = knowledge.num_honest * (knowledge.mean() - own)
         num_liars = len(knowledge.byzantine)
         message = own - self.scale / num_liars * pull
@@ -423,14 +455,13 @@ class Dissensus(Attack):
 
 
 @dataclass(frozen=True)
-class MDAFooling(Attack):
+class MDAFooling(MessageAttack):
     """Lies that least-diameter selection keeps: as far out as fits, one way for half the receivers, back for the rest.
 
-    From the mean of the least-diameter subset S of K − 2f honest vectors, the largest step along their direction of
-    largest spread that keeps every lie within S's diameter of all of S.
+    From the mean of the least-diameter subset S of honest vectors that leaves room for the lies among the K − f kept,
+    the largest step, along the direction in which the honest vectors spread most, that stays within S's diameter of S.
     """
 
-    equivocates: ClassVar[bool] = True
     target: Target = "both"
     node_limit: int = 1_000_000
 
@@ -438,10 +469,10 @@ class MDAFooling(Attack):
         around_mean = knowledge.honest_around_mean()
         gram = dot(around_mean, around_mean.T)
         distances = squared_distances(gram)
-        size = max(1, knowledge.num_agents - 2 * len(knowledge.byzantine))
+        size = max(1, knowledge.num_honest - knowledge.num_byzantine)
         everyone = jnp.ones(len(gram), bool)
         members = least_diameter_subset(distances, everyone, size, self.node_limit)
-        centre = dot(members / size, around_mean)
+        centre = dot(members.astype(around_mean.dtype) / size, around_mean)
         axis = _principal_axis(around_mean)
         both = members[:, None] & members[None, :]
         limit = jnp.max(jnp.where(both, distances, 0))
@@ -449,7 +480,7 @@ class MDAFooling(Attack):
         square, slope = jnp.sum(jnp.square(offsets), axis=1), dot(offsets, axis)
 
         def step(sign: float) -> Array:
-            sizes = _larger_root(square - limit, sign * slope, jnp.asarray(1.0))
+            sizes = _larger_root(square - limit, sign * slope, jnp.ones_like(limit))
             return sign * jnp.min(jnp.where(members, sizes, jnp.inf))
 
         middle = knowledge.mean() + centre
@@ -486,7 +517,7 @@ class RotatingSet(Component):
     period: int = 1
 
     def __post_init__(self) -> None:
-        check_positive(self, period=self.period)
+        check_count(self, period=self.period)
 
     def __call__(self, num_agents: int, num_byzantine: int, iteration: Array | int, key: Array) -> Array:
         """Indices [f] of the Byzantine agents in this iteration."""

@@ -50,7 +50,7 @@ ATTACKS = (
 
 @dataclass(frozen=True)
 class Certify:
-    """Show the rules at work: every robust rule against every attack on messages.
+    """Show the rules at work: robust rules against attacks on their messages.
 
     Prints the constant C_ra of each pair (how far the worst of many random clouds moved the rule from the honest mean,
     in units of the honest spread) next to the bound proven for the rule, and draws them as a heat map.

@@ -177,7 +177,7 @@ class Cloud:
             total += dot(stored[num_shared:], self.private_centred)
         return self.shared.centre + total
 
-    def mixed(self, matrix: Array, usable: Array) -> "Cloud":
+    def mixed(self, matrix: Array, usable: Array, own: Array | None) -> "Cloud":
         """The cloud of affine combinations matrix [n', n + 1] of these points."""
         matrix = jnp.concatenate([matrix, jnp.zeros_like(matrix[:1]).at[0, -1].set(1)])
         return replace(
@@ -185,7 +185,7 @@ class Cloud:
             mixing=dot(matrix, self.mixing),
             usable=usable,
             gram=dot(dot(matrix, self.gram), matrix.T),
-            own=None,
+            own=own,
             plain=False,
         )
 

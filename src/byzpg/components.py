@@ -1,9 +1,13 @@
 """What all components (rules, attacks) share: they print as they are written, and check what they are given."""
 
 from dataclasses import MISSING, fields
+from math import inf, isfinite
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+Vectors = Array | np.ndarray
 
 
 class Component:
@@ -29,8 +33,20 @@ def check_choice(component: object, name: str, value: str, choices: tuple[str, .
 
 def check_positive(component: object, **values: float) -> None:
     for name, value in values.items():
-        if not value > 0:
+        if not 0 < value < inf:
             raise ValueError(f"{type(component).__name__}: {name} must be positive, got {value}.")
+
+
+def check_count(component: object, **values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{type(component).__name__}: {name} must be a positive whole number, got {value!r}.")
+
+
+def check_finite(component: object, **values: float) -> None:
+    for name, value in values.items():
+        if not isfinite(value):
+            raise ValueError(f"{type(component).__name__}: {name} must be a finite number, got {value}.")
 
 
 def check_num_byzantine(num_byzantine: object) -> int:

@@ -18,8 +18,8 @@ from jax.core import Tracer
 
 from byzpg.attacks import Attack, Knowledge
 from byzpg.clouds import Cloud, SharedRows, dot, finite_rows, squared_distances
-from byzpg.components import check_num_byzantine, check_vectors
-from byzpg.rules import Rule
+from byzpg.components import Vectors, check_num_byzantine, check_vectors
+from byzpg.rules import Rule, clear_search_errors
 
 # Bytes of lies held at once; a group of receivers is as large as this allows.
 GROUP_BYTES = 2**30
@@ -41,9 +41,9 @@ class Diagnostics:
 
 def exchange(
     rule: Rule,
-    vectors: Array,
+    vectors: Vectors,
     *,
-    byzantine: Array | Sequence[int],
+    byzantine: Vectors | Sequence[int],
     attack: Attack,
     num_byzantine: int,
     phase: Phase = "gradients",
@@ -55,7 +55,7 @@ def exchange(
     """Apply `rule` at every agent to what it receives when the agents `byzantine` [b] attack; results [K, d].
 
     `vectors` [K, d] is what each agent would send honestly, `num_byzantine` the f that receivers declare. With
-    `at_server` there is one trusted receiver, and the result is [d].
+    `at_server` there is one trusted receiver, and the result is [d]. Every round needs a `key` of its own.
     """
     vectors = check_vectors("vectors", vectors)
     rule.check(len(vectors), check_num_byzantine(num_byzantine))
@@ -64,26 +64,34 @@ def exchange(
         raise ValueError(f"{rule} is for agents, which have a vector of their own; a server has none.")
     if phase not in ("gradients", "parameters"):
         raise ValueError(f"phase must be 'gradients' or 'parameters', got {phase!r}.")
-    randomised = rule.needs_key or attack.equivocates
     if key is None:
-        if randomised:
+        if rule.needs_key or attack.needs_key:
             raise ValueError(f"{rule} under {attack} draws random numbers: pass key=jax.random.key(seed).")
         key = jax.random.key(0)
-    return _exchange(
-        rule,
-        vectors,
-        byzantine,
-        jnp.asarray(iteration),
-        key,
-        attack=attack,
-        num_byzantine=num_byzantine,
-        phase=phase,
-        at_server=at_server,
-        diagnose=diagnose,
-    )
+    with clear_search_errors():
+        exchanged = _exchange(
+            rule,
+            vectors,
+            byzantine,
+            jnp.asarray(iteration),
+            key,
+            attack=attack,
+            num_byzantine=num_byzantine,
+            phase=phase,
+            at_server=at_server,
+            diagnose=diagnose,
+        )
+        if not isinstance(exchanged[0], Tracer):
+            jax.block_until_ready(exchanged)
+    return exchanged
 
 
-def _check_byzantine(byzantine: Array | Sequence[int], num_agents: int) -> Array:
+def _answers(attack: Attack, phase: Phase, knowledge: Knowledge, receivers: Array) -> int:
+    """How many different sets of messages the attack has for these receivers: one, or one for each."""
+    return jax.eval_shape(lambda asked: attack.messages(phase, knowledge, asked), receivers).shape[0]
+
+
+def _check_byzantine(byzantine: Vectors | Sequence[int], num_agents: int) -> Array:
     indices = jnp.asarray(byzantine)
     if indices.size == 0:
         indices = indices.astype(int)
@@ -116,7 +124,6 @@ def _exchange(
     num_liars = len(byzantine)
     attack_key, rule_key = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
     knowledge = Knowledge(vectors, byzantine, iteration, attack_key, rule, num_byzantine)
-    equivocal = attack.equivocates and attack.lies_in(phase) and num_liars > 0
     with_weights = diagnose and rule.has_weights
 
     # Stored rows: the truth of all K agents, then the lies (shared, unless they differ by receiver).
@@ -124,6 +131,10 @@ def _exchange(
     honest = knowledge.honest
     shared_rows, shared_usable = vectors, usable
     agents = jnp.arange(num_agents)
+    answer = (
+        jax.eval_shape(lambda receivers: attack.messages(phase, knowledge, receivers), agents) if num_liars else None
+    )
+    equivocal = answer is not None and len(answer.shape) == 3 and answer.shape[0] > 1
     if not equivocal:
         lies = attack.messages(phase, knowledge, agents[:1])[0] if num_liars else vectors[:0]
         shared_rows = jnp.concatenate([vectors, lies])
@@ -160,18 +171,17 @@ def _exchange(
             private = jnp.zeros((len(receivers), 0, dimension), vectors.dtype)
         return jax.vmap(at_receiver)(receivers, private)
 
+    stands_for = None
     if at_server:
         receivers = jnp.asarray([num_agents])
     elif equivocal or rule.differs_by_receiver:
         receivers = agents
     else:  # all honest receivers hold the same: one stands for them; each liar knows its own truth
         receivers = jnp.append(honest[:1], byzantine)
+        stands_for = jnp.zeros(num_agents, int).at[byzantine].set(1 + jnp.arange(num_liars))
     rows_per_receiver = 2 * num_liars * equivocal + 2 + (0 if rule.has_weights else 2 * num_agents)
     results, weights = _in_groups(at_group, receivers, rows_per_receiver * 4 * dimension)
-    if at_server:
-        pass
-    elif len(receivers) < num_agents:
-        stands_for = jnp.zeros(num_agents, int).at[byzantine].set(1 + jnp.arange(num_liars))
+    if stands_for is not None:
         results = results[stands_for]
         weights = None if weights is None else weights[stands_for]
 

@@ -11,8 +11,8 @@ branch and bound on bit sets (one row of the graph is K/32 words). Three reducti
 Only a row with three or more far partners branches: drop it, or keep it and drop all its partners.
 
 Several subsets may share the least diameter. The one returned is the first in lexicographic order, rows being ordered
-by their Krum score (the sum of their m smallest squared distances): a definition that does not depend on how the rows
-were numbered or on which path found the subset.
+by their Krum score (the sum of their m smallest squared distances; equal scores by index): a definition that does not
+depend on which path found the subset nor, but for equal scores, on how the rows were numbered.
 """
 
 from functools import lru_cache
@@ -27,8 +27,8 @@ from jax import Array, lax
 
 from byzpg.order_statistics import kth_smallest, smallest, sum_of_smallest
 
-# With no more subsets than this, looking at all of them is faster than searching.
-TABLE_LIMIT = 512
+# With no more pairs in all subsets together than this, looking at all of them is faster than searching.
+TABLE_LIMIT = 2**15
 
 RUNNING, FOUND, NONE, OUT_OF_NODES = range(4)
 
@@ -45,7 +45,7 @@ def least_diameter_subset(distances: Array, usable: Array, size: int, node_limit
     scores = jnp.where(usable, sum_of_smallest(distances, size), jnp.inf)
     order = jnp.argsort(scores, stable=True)
     distances, usable = distances[order][:, order], usable[order]
-    if comb(len(usable), size) <= TABLE_LIMIT:
+    if comb(len(usable), size) * comb(size, 2) <= TABLE_LIMIT:
         members = _look_at_all(distances, size)
     else:
         members = _search(distances, usable, size, node_limit)

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from byzpg.aggregators import Aggregator
 from byzpg.agreement import Agreement
-from byzpg.attacks import Attack, Knowledge
+from byzpg.attacks import Knowledge, MessageAttack
 from byzpg.exchange import exchange
 
 
@@ -23,7 +23,7 @@ class Certificate:
     """The worst constants found, and the bounds known. Not a proof: worse clouds and attacks may exist."""
 
     rule: Aggregator | Agreement
-    attack: Attack
+    attack: MessageAttack
     num_agents: int
     num_byzantine: int
     dimension: int
@@ -64,7 +64,7 @@ def honest_clouds(key: Array, trials: int, num_agents: int, dimension: int) -> A
 
 def certificate(
     rule: Aggregator | Agreement,
-    attack: Attack,
+    attack: MessageAttack,
     *,
     num_agents: int = 13,
     num_byzantine: int = 3,
@@ -74,6 +74,8 @@ def certificate(
 ) -> Certificate:
     """Measure `rule` under `attack` on `trials` random clouds; print the result to read it."""
     rule.check(num_agents, num_byzantine)
+    if not isinstance(attack, MessageAttack):
+        raise TypeError(f"A certificate needs an attack on messages such as AvgZero(), got {attack}.")
     if num_byzantine < 1 or num_agents - num_byzantine < 2:
         raise ValueError("A certificate needs at least one Byzantine agent and two honest ones.")
     if trials < 1 or dimension < 1:
@@ -108,14 +110,13 @@ def _liars(num_agents: int, num_byzantine: int) -> Array:
 
 
 @partial(jax.jit, static_argnames=("attack", "num_byzantine", "rule"))
-def _received(attack: Attack, clouds: Array, keys: Array, num_byzantine: int, rule: Aggregator | None) -> Array:
-    """What one honest receiver holds [trials, K, d]. Attacks are compiled apart from rules: fewer programs."""
+def _received(attack: MessageAttack, clouds: Array, keys: Array, num_byzantine: int, rule: Aggregator | None) -> Array:
+    """What the last honest agent holds [trials, K, d]. Attacks are compiled apart from rules: fewer programs."""
     liars = _liars(clouds.shape[1], num_byzantine)
 
     def attacked(vectors: Array, key: Array) -> Array:
         knowledge = Knowledge(vectors, liars, jnp.asarray(0), key, rule, num_byzantine)
-        # The last agent stands in the half that equivocating attacks lie to.
-        return vectors.at[liars].set(attack.lie(knowledge, liars[-1:])[0])
+        return vectors.at[liars].set(attack.lie(knowledge, liars[:1] - 1)[0])
 
     return lax.map(lambda both: attacked(*both), (clouds, keys))
 
@@ -133,7 +134,7 @@ def _aggregation_ratios(rule: Aggregator, received: Array, keys: Array, num_byza
 
 @partial(jax.jit, static_argnames=("rule", "attack", "num_byzantine"))
 def _agreement_ratios(
-    rule: Agreement, attack: Attack, clouds: Array, keys: Array, num_byzantine: int
+    rule: Agreement, attack: MessageAttack, clouds: Array, keys: Array, num_byzantine: int
 ) -> tuple[Array, Array]:
     """Diameter after over before, and movement of the mean over diameter before, [trials] each."""
     num_agents = clouds.shape[1]

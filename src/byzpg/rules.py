@@ -1,6 +1,8 @@
 """What every aggregation and agreement rule has in common: checked input, one call, weights, known bounds."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -10,7 +12,7 @@ from jax import Array
 from jax.core import Tracer
 
 from byzpg.clouds import Cloud
-from byzpg.components import Component, check_num_byzantine, check_vectors
+from byzpg.components import Component, Vectors, check_num_byzantine, check_vectors
 from byzpg.least_diameter import SearchLimitError
 
 
@@ -44,7 +46,7 @@ class Rule(Component, ABC):
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         """Affine coefficients [n + 1] of the points (the last one the origin), for rules that have them."""
-        raise TypeError(f"{self} is not a weighted mean of the received vectors, so it has no weights.")
+        raise NotImplementedError
 
     @property
     def has_weights(self) -> bool:
@@ -63,9 +65,9 @@ class WeightedRule(Rule):
 
 def apply_rule(
     rule: Rule,
-    received: Array,
+    received: Vectors,
     num_byzantine: int,
-    present: Array | None,
+    present: Vectors | None,
     key: Array | None,
     own: int | Array | None = None,
     *,
@@ -90,20 +92,30 @@ def apply_rule(
             raise TypeError(f"own must be the index of the receiver's own row, got {own!r}.")
         if not isinstance(own_row, Tracer) and not 0 <= int(own_row) < len(rows):
             raise ValueError(f"own must be the index of a row, 0 to {len(rows) - 1}; got {own}.")
-    try:
+    with clear_search_errors():
         result, num_usable, own_usable = _run(
             rule, rows, mask, own_row, key, num_byzantine=num_byzantine, want_weights=want_weights
         )
         if isinstance(num_usable, Tracer):
             return result
-        if int(num_usable) < len(rows) - num_byzantine:
-            raise ValueError(
-                f"{rule}: only {int(num_usable)} of {len(rows)} vectors are present and finite, but at least "
-                f"K − f = {len(rows) - num_byzantine} are needed with num_byzantine = {num_byzantine}."
-            )
-        if not bool(own_usable):
-            raise ValueError(f"{rule}: the receiver's own row, {own}, is absent or not finite.")
-        return result
+        jax.block_until_ready(result)
+    if int(num_usable) < len(rows) - num_byzantine:
+        raise ValueError(
+            f"{rule}: only {int(num_usable)} of {len(rows)} vectors are present and finite, but at least "
+            f"K − f = {len(rows) - num_byzantine} are needed with num_byzantine = {num_byzantine}."
+        )
+    if not bool(own_usable):
+        raise ValueError(f"{rule}: the receiver's own row, {own}, is absent or not finite.")
+    if bool(jnp.any(jnp.isnan(result))):
+        raise ValueError(f"{rule}: the pivot's row is absent or not finite.")
+    return result
+
+
+@contextmanager
+def clear_search_errors() -> Iterator[None]:
+    """Raise SearchLimitError itself, where XLA has wrapped it."""
+    try:
+        yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         _, marker, message = str(error).partition("SearchLimitError: ")
         if marker:
