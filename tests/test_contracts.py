@@ -373,7 +373,7 @@ BAD_INPUT: dict[str, tuple[Callable, type[Exception], str]] = {
     "wrapping agreement": (lambda: Bucketing(GDA()), TypeError, "Bucketing wraps an aggregator"),  # type: ignore[arg-type]
     "wrapping nothing": (lambda: Clipping(None), TypeError, "Clipping wraps an aggregator"),  # type: ignore[arg-type]
     "fractional size": (lambda: Bucketing(Median(), size=2.5), ValueError, "size must be a positive whole number"),  # type: ignore[arg-type]
-    "pivot of buckets": (lambda: Bucketing(MoNNA(pivot=3)), ValueError, "leave pivot out"),
+    "pivot of buckets": (lambda: Bucketing(MoNNA(pivot=3)), ValueError, "leave out pivot"),
     "pivot absent": (
         lambda: MoNNA(pivot=4)(X, num_byzantine=3, present=without(4)),
         ValueError,

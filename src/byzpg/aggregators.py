@@ -386,11 +386,13 @@ class CAF(WeightedAggregator):
             # The K × K matrix √c_i √c_j ⟨x_i − μ, x_j − μ⟩ has the eigenvalues of the d × d covariance.
             variances, directions = jnp.linalg.eigh(around * root[:, None] * root[None, :])
             along = jnp.abs(dot(around, root * directions[:, -1]))
-            furthest = jnp.max(jnp.where(weights > 0, along, 0))
+            furthest = jnp.argmax(jnp.where(weights > 0, along, -1))
             better = variances[-1] < best_variance
-            ratio = along / jnp.where(furthest > 0, furthest, 1)  # squared only now: distances⁴ would overflow
-            lighter = weights * jnp.maximum(1 - jnp.square(ratio), 0)
-            go_on = (furthest > 0) & (jnp.sum(lighter) > least_weight)
+            # Squared only after the division, since distances⁴ would overflow; and the furthest row's weight is set to
+            # 0, since 1 − 1 computed in two places may leave 1e-7, which would make it the furthest row for ever.
+            ratio = along / jnp.where(along[furthest] > 0, along[furthest], 1)
+            lighter = (weights * jnp.maximum(1 - jnp.square(ratio), 0)).at[furthest].set(0)
+            go_on = (along[furthest] > 0) & (jnp.sum(lighter) > least_weight)
             return (
                 lighter,
                 jnp.where(better, mean, best_mean),
