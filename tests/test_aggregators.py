@@ -293,7 +293,7 @@ def test_rules_that_choose_rows_weigh_them_alike(rule: Any, honest: np.ndarray, 
     assert np.count_nonzero(weights) == K - 3
 
 
-@pytest.mark.parametrize("distance", [1e4, 1e10])
+@pytest.mark.parametrize("distance", [1e4, 1e6])
 def test_geometric_median_is_reached_with_almost_half_the_rows_lying(distance: float):
     """From the mean, Weiszfeld steps would still be far out after hundreds of iterations."""
     rng = np.random.default_rng(0)

@@ -170,21 +170,35 @@ class Cloud:
 
     def combine(self, coefficients: Array) -> Array:
         """Σ_j u_j x_j [d], for affine coefficients u [n + 1]."""
-        stored = dot(coefficients, self.mixing)
-        num_shared = len(self.shared.centred)
-        total = dot(stored[:num_shared], self.shared.centred)
+        return self._stored_sum(dot(coefficients, self.mixing)[None])[0]
+
+    def _stored_sum(self, stored: Array) -> Array:
+        """Affine combinations [m, c + 1 + p] of the stored rows.
+
+        The origin's share is taken off the centre beforehand: taken off afterwards, it would leave only rounding errors
+        of a result much shorter than the centre.
+        """
+        num_shared = len(self.shared.raw)
+        total = dot(stored[:, :num_shared], self.shared.centred[:-1])
         if len(self.private):
-            total += dot(stored[num_shared:], self.private_centred)
-        return self.shared.centre + total
+            total += dot(stored[:, num_shared + 1 :], self.private_centred)
+        share = jnp.sum(stored.at[:, num_shared].set(0), axis=1)
+        share = jnp.where(stored[:, num_shared] == 0, 1, share)
+        return total + share[:, None] * self.shared.centre
 
     def mixed(self, matrix: Array, usable: Array, own: Array | None) -> "Cloud":
         """The cloud of affine combinations matrix [n', n + 1] of these points."""
         matrix = jnp.concatenate([matrix, jnp.zeros_like(matrix[:1]).at[0, -1].set(1)])
+        # Points pulled towards the origin lie far from the old centre: centre on one of them instead.
+        pulled = jnp.any(matrix[:-1, -1] != 0)
+        around = matrix[:, :-1] - matrix[jnp.argmax(usable), :-1]
+        around = jnp.concatenate([around, -jnp.sum(around, axis=1, keepdims=True)], axis=1)
+        around = jnp.where(pulled, around, matrix)
         return replace(
             self,
             mixing=dot(matrix, self.mixing),
             usable=usable,
-            gram=dot(dot(matrix, self.gram), matrix.T),
+            gram=dot(dot(around, self.gram), around.T),
             own=own,
             plain=False,
         )
@@ -198,7 +212,4 @@ class Cloud:
             stored = jnp.any((self.mixing[:-1] > 0) & members[:, None], axis=0)
             stored = lax.optimization_barrier(stored)
             return [*self.shared.raw, *self.private], [*stored[:num_shared], *stored[num_shared + 1 :]]
-        points = dot(self.mixing[:-1, : num_shared + 1], self.shared.centred) + self.shared.centre
-        if len(self.private):
-            points += dot(self.mixing[:-1, num_shared + 1 :], self.private_centred)
-        return list(points), list(members)
+        return list(self._stored_sum(self.mixing[:-1])), list(members)
