@@ -131,10 +131,7 @@ def _exchange(
     honest = knowledge.honest
     shared_rows, shared_usable = vectors, usable
     agents = jnp.arange(num_agents)
-    answer = (
-        jax.eval_shape(lambda receivers: attack.messages(phase, knowledge, receivers), agents) if num_liars else None
-    )
-    equivocal = answer is not None and len(answer.shape) == 3 and answer.shape[0] > 1
+    equivocal = num_liars > 0 and _answers(attack, phase, knowledge, agents) > 1
     if not equivocal:
         lies = attack.messages(phase, knowledge, agents[:1])[0] if num_liars else vectors[:0]
         shared_rows = jnp.concatenate([vectors, lies])
