@@ -1,6 +1,8 @@
 """What all components (rules, attacks) share: they print as they are written, and check what they are given."""
 
+from collections.abc import Collection
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from math import inf, isfinite
 
 import jax.numpy as jnp
@@ -24,6 +26,22 @@ class Component:
             elif value != option.default:
                 options.append(f"{option.name}={text}")
         return f"{type(self).__name__}({', '.join(options)})"
+
+
+def plain_name(name: str) -> str:
+    """The name without case, - and _: avg-zero, AVG_ZERO and AvgZero are one."""
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The hint " Did you mean 'X'?" for an unknown name, or nothing if no known name is like it."""
+    names = {plain_name(each): each for each in known}
+    return "".join(f" Did you mean {names[each]!r}?" for each in get_close_matches(plain_name(name), names, n=1))
+
+
+def unknown(kind: str, name: str, known: Collection[str]) -> str:
+    """What to say about a name that is none of the `known` ones."""
+    return f"there is no {kind} {name!r}; known: {', '.join(known)}.{nearest(name, known)}"
 
 
 def check_choice(component: object, name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,71 @@
+"""CartPole-v1 as array arithmetic: a pole on a cart, pushed left or right, equal to Gymnasium's step for step."""
+
+from dataclasses import dataclass
+from math import pi
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from byzpg.components import Component
+from byzpg.spaces import Discrete
+
+# Barto, Sutton & Anderson 1983, with the numbers of gymnasium.envs.classic_control.cartpole.
+GRAVITY = 9.8
+POLE_MASS = 0.1
+TOTAL_MASS = 1.0 + POLE_MASS
+HALF_LENGTH = 0.5  # of the pole
+FORCE = 10.0
+TIME_STEP = 0.02
+LARGEST_POSITION = 2.4
+LARGEST_ANGLE = 12 * 2 * pi / 360
+LARGEST_START = 0.05  # of every quantity, either way
+
+
+class State(NamedTuple):
+    """One float32 array per quantity, all of one shape: the batch."""
+
+    position: Array
+    velocity: Array
+    angle: Array
+    angular_velocity: Array
+
+
+@dataclass(frozen=True)
+class CartPole(Component):
+    """Keep the pole upright: reward 1 per step until it leans more than 12° or the cart leaves ±2.4."""
+
+    # Without annotations these are not fields; as ClassVars they would not match the properties of `Environment`.
+    name = "CartPole-v1"
+    observation_size = 4
+    action_space = Discrete(2)
+    horizon = 500
+    noise_size = 0
+
+    def reset(self, key: Array) -> State:
+        """A first state, every quantity uniform in ±0.05; for a batch, vmap over keys."""
+        return State(*jax.random.uniform(key, (4,), jnp.float32, -LARGEST_START, LARGEST_START))
+
+    def observe(self, state: State) -> Array:
+        """What the agent sees [..., 4]: the state itself."""
+        return jnp.stack(state, axis=-1)
+
+    def step(self, state: State, action: Array, noise: Array) -> tuple[State, Array, Array]:
+        """The next state, the reward and whether the episode ended there; `noise` [..., 0] is not used."""
+        position, velocity, angle, angular_velocity = state
+        force = jnp.where(action == 1, FORCE, -FORCE)
+        cosine, sine = jnp.cos(angle), jnp.sin(angle)
+        push = (force + POLE_MASS * HALF_LENGTH * jnp.square(angular_velocity) * sine) / TOTAL_MASS
+        inertia = HALF_LENGTH * (4 / 3 - POLE_MASS * jnp.square(cosine) / TOTAL_MASS)
+        angular_acceleration = (GRAVITY * sine - cosine * push) / inertia
+        acceleration = push - POLE_MASS * HALF_LENGTH * angular_acceleration * cosine / TOTAL_MASS
+        # Explicit Euler: positions move by the old velocities.
+        following = State(
+            position + TIME_STEP * velocity,
+            velocity + TIME_STEP * acceleration,
+            angle + TIME_STEP * angular_velocity,
+            angular_velocity + TIME_STEP * angular_acceleration,
+        )
+        fallen = (jnp.abs(following.position) > LARGEST_POSITION) | (jnp.abs(following.angle) > LARGEST_ANGLE)
+        return following, jnp.ones_like(position), fallen

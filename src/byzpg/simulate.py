@@ -1,0 +1,290 @@
+"""Whole federations, many seeds at once, as one compiled program: it moves messages and holds no line of the method.
+
+Iterations run in blocks: `lax.scan` inside, progress, checkpoints and Ctrl-C between. The coin belongs to the driver:
+all seeds of a simulation share one sequence, or every iteration would compute both batch sizes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from byzpg.algorithms import AgentState, Federation, Sampled
+from byzpg.coin import CommonCoin
+from byzpg.exchange import Diagnostics, Phase, exchange
+from byzpg.rules import Rule, clear_search_errors
+
+# Addresses of random numbers: fold_in(seed's key, purpose, iteration, agent or round).
+INITIAL, PLAY, GRADIENTS, PARAMETERS, SCHEDULE = range(5)
+
+SKIP, SMALL, LARGE = range(3)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SimulationState:
+    """All that continues a simulation; arrays of agents lead with [seed, holder]."""
+
+    agents: AgentState
+    output: Array  # θ_T̂ [seed, holder, d], once iteration T̂ has come
+    iteration: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampleMetrics:
+    """What honest players sampled in one iteration, per seed."""
+
+    return_mean: Array  # undiscounted training return
+    return_std: Array  # over episodes
+    environment_steps: Array  # taken by all players together
+    largest_weight: Array  # max ω, before the cap
+    effective_sample: Array  # (Σω)²/(BΣω²), mean over players
+    capped: Array  # fraction of ω above the cap
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExchangeMetrics:
+    """What the exchange of gradients did, per seed, averaged over honest receivers; NaN where none took place."""
+
+    aggregation_error: Array  # ‖v − honest mean of ṽ‖²
+    honest_variance: Array  # of ṽ; aggregation_error over this is C_ra · α
+    gradient_diameter: Array  # of honest ṽ
+    honest_weight: Array  # weight that honest senders got; NaN for rules without weights
+    byzantine_weight: Array
+
+    @classmethod
+    def none(cls, num_seeds: int) -> "ExchangeMetrics":
+        return cls(*(jnp.full(num_seeds, jnp.nan) for _ in fields(cls)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Metrics(SampleMetrics, ExchangeMetrics):
+    """One value per seed and iteration."""
+
+    diameter_before: Array  # of honest θ̃, before agreement
+    diameter_after: Array
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A federation run with several seeds side by side."""
+
+    federation: Federation
+    seeds: tuple[int, ...]
+
+    def start(self) -> SimulationState:
+        """The state before iteration 0: per seed one θ_0, common to all agents."""
+        federation = self.federation
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, INITIAL))(self._keys())
+        initial = jax.vmap(federation.agent.policy.initial)(keys)
+        parameters = jnp.repeat(initial, federation.num_holders, axis=0)
+        agents = _split(federation.agent.initial(parameters), len(self.seeds))
+        return SimulationState(agents, jnp.array(agents.parameters), jnp.asarray(0))
+
+    def coin(self) -> CommonCoin:
+        """The coin of all seeds: that of the first one's θ_0."""
+        return CommonCoin.of(np.asarray(self.start().agents.parameters[0, 0]))
+
+    def run(
+        self, state: SimulationState, batches: Sequence[int] | np.ndarray, output_iteration: int
+    ) -> tuple[SimulationState, Metrics]:
+        """One iteration per entry of `batches`: LARGE, SMALL, or SKIP to fill up a block; metrics [seed, entry].
+
+        The state handed in is consumed. One program is compiled per length of `batches`.
+        """
+        with clear_search_errors():
+            done = _run_block(
+                state, self._keys(), jnp.asarray(batches), jnp.asarray(output_iteration), self.federation, self._mesh()
+            )
+            return jax.block_until_ready(done)
+
+    def _mesh(self) -> Mesh:
+        """Seeds need nothing of each other: they are dealt to as many devices as divide them evenly."""
+        devices = jax.local_devices()
+        num_devices = max(n for n in range(1, len(devices) + 1) if len(self.seeds) % n == 0)
+        return Mesh(np.asarray(devices[:num_devices]), "seed")
+
+    def _keys(self) -> Array:
+        return jnp.stack([jax.random.key(seed) for seed in self.seeds])
+
+
+@partial(jax.jit, static_argnames=("federation", "mesh"), donate_argnames="state")
+def _run_block(
+    state: SimulationState, keys: Array, batches: Array, output_iteration: Array, federation: Federation, mesh: Mesh
+) -> tuple[SimulationState, Metrics]:
+    by_seed, everywhere = PartitionSpec("seed"), PartitionSpec()
+    states = SimulationState(agents=by_seed, output=by_seed, iteration=everywhere)  # pyright: ignore
+    return jax.shard_map(
+        partial(_iterate_block, federation),
+        mesh=mesh,
+        in_specs=(states, by_seed, everywhere, everywhere),
+        out_specs=(states, by_seed),
+        check_vma=False,
+    )(state, keys, batches, output_iteration)
+
+
+def _iterate_block(
+    federation: Federation, state: SimulationState, keys: Array, batches: Array, output_iteration: Array
+) -> tuple[SimulationState, Metrics]:
+    """The iterations of one device's seeds."""
+
+    def iterate(state: SimulationState, batch: Array) -> tuple[SimulationState, Metrics]:
+        arrived = jnp.equal(state.iteration, output_iteration)
+        state = replace(state, output=jnp.where(arrived, state.agents.parameters, state.output))
+        return lax.cond(batch == SKIP, _skip, partial(_iteration, federation), state, keys, batch == LARGE)
+
+    state, metrics = lax.scan(iterate, state, batches)
+    return state, jax.tree.map(lambda values: values.T, metrics)
+
+
+def _skip(state: SimulationState, keys: Array, large: Array) -> tuple[SimulationState, Metrics]:
+    blank = jnp.full(len(keys), jnp.nan)
+    return state, Metrics(*(blank for _ in fields(Metrics)))
+
+
+def _iteration(
+    federation: Federation, state: SimulationState, keys: Array, large: Array
+) -> tuple[SimulationState, Metrics]:
+    """One iteration of all seeds."""
+    num_seeds, agent = len(keys), federation.agent
+    byzantine = jax.vmap(
+        lambda key: federation.byzantine_set(
+            federation.num_agents, federation.num_byzantine, state.iteration, jax.random.fold_in(key, SCHEDULE)
+        )
+    )(keys)
+    is_honest = jax.vmap(lambda liars: jnp.ones(federation.num_agents, bool).at[liars].set(False))(byzantine)
+
+    def keys_for(purpose: int, index: int | Array = 0) -> Array:
+        """One key per seed."""
+
+        def folded(key: Array) -> Array:
+            return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, purpose), state.iteration), index)
+
+        return jax.vmap(folded)(keys)
+
+    def sample(num_players: int, batch_is_large: bool) -> tuple[Array, SampleMetrics]:
+        """The players' estimates [seed, player, d]. A lone player is honest: a server, or a lone agent."""
+        players = jax.tree.map(
+            lambda leaf: jnp.broadcast_to(leaf, (num_seeds, num_players, *leaf.shape[2:])), state.agents
+        )
+        play_keys = jax.vmap(partial(keys_for, PLAY), out_axes=1)(jnp.arange(num_players))
+        honest = is_honest if num_players > 1 else jnp.ones((num_seeds, 1), bool)
+        estimates, sampled = agent.estimate(
+            _merge(players), _merge(play_keys), batch_is_large, federation.attack, ~_merge(honest)
+        )
+        return _split(estimates, num_seeds), _sample_metrics(honest, _split(sampled, num_seeds))
+
+    def send(rule: Rule, phase: Phase, vectors: Array, round_keys: Array) -> tuple[Array, Diagnostics]:
+        """One round of messages: results [seed, receiver, d]."""
+
+        def of_seed(vectors: Array, liars: Array, key: Array) -> tuple[Array, Diagnostics]:
+            results, diagnostics = exchange(
+                rule,
+                vectors,
+                byzantine=liars,
+                attack=federation.attack,
+                num_byzantine=federation.num_byzantine,
+                phase=phase,
+                iteration=state.iteration,
+                key=key,
+                at_server=federation.centralized,
+                diagnose=True,
+            )
+            assert diagnostics is not None
+            return results.reshape(federation.num_holders, -1), diagnostics
+
+        return jax.vmap(of_seed)(vectors, byzantine, round_keys)
+
+    def aggregate(estimates: Array) -> tuple[Array, ExchangeMetrics]:
+        if federation.num_agents == 1:
+            return estimates, ExchangeMetrics.none(num_seeds)
+        aggregated, report = send(federation.aggregator, "gradients", estimates, keys_for(GRADIENTS))
+        return aggregated, _exchange_metrics(is_honest, report)
+
+    everyone = federation.num_agents
+    if federation.centralized:  # the server samples small batches alone, with agent 0's random numbers
+
+        def by_workers() -> tuple[Array, SampleMetrics, ExchangeMetrics]:
+            estimates, sampled = sample(everyone, True)
+            aggregated, exchanged = aggregate(estimates)
+            return aggregated, sampled, exchanged
+
+        def by_server() -> tuple[Array, SampleMetrics, ExchangeMetrics]:
+            return *sample(1, False), ExchangeMetrics.none(num_seeds)
+
+        aggregated, sampled, exchanged = lax.cond(large, by_workers, by_server)
+    else:
+        estimates, sampled = lax.cond(large, partial(sample, everyone, True), partial(sample, everyone, False))
+        aggregated, exchanged = aggregate(estimates)
+
+    before = state.agents.parameters
+    agents = _split(agent.advance(_merge(state.agents), _merge(aggregated)), num_seeds)
+
+    diameters = jnp.zeros((2, num_seeds))
+    if federation.agrees:
+        assert federation.agreement is not None
+        send_parameters = partial(send, federation.agreement, "parameters")
+
+        def agree(parameters: Array, agreement_round: Array) -> tuple[Array, tuple[Array, Array]]:
+            agreed, report = send_parameters(parameters, keys_for(PARAMETERS, agreement_round))
+            return agreed, (report.diameter_before, report.diameter_after)
+
+        agreed, (first, last) = lax.scan(agree, agents.parameters, jnp.arange(federation.rounds))
+        diameters = jnp.stack([first[0], last[-1]])
+        agents = agent.settle(before, agents, agreed)
+
+    metrics = Metrics(**vars(sampled), **vars(exchanged), diameter_before=diameters[0], diameter_after=diameters[1])
+    return SimulationState(agents, state.output, state.iteration + 1), metrics
+
+
+def _mean(is_honest: Array, values: Array) -> Array:
+    """The mean [seed] over honest players of values [seed, player, ...]."""
+    per_player = jnp.mean(values.reshape(*is_honest.shape, -1), axis=2)
+    return jnp.sum(jnp.where(is_honest, per_player, 0), axis=1) / jnp.sum(is_honest, axis=1)
+
+
+def _sample_metrics(is_honest: Array, sampled: Sampled) -> SampleMetrics:
+    return_mean = _mean(is_honest, sampled.returns)
+    return SampleMetrics(
+        return_mean=return_mean,
+        return_std=jnp.sqrt(_mean(is_honest, jnp.square(sampled.returns - return_mean[:, None, None]))),
+        environment_steps=jnp.sum(sampled.lengths, axis=(1, 2)).astype(jnp.float32),
+        largest_weight=jnp.max(jnp.where(is_honest, sampled.health.largest, 0), axis=1),
+        effective_sample=_mean(is_honest, sampled.health.effective_sample),
+        capped=_mean(is_honest, sampled.health.capped),
+    )
+
+
+def _exchange_metrics(is_honest: Array, report: Diagnostics) -> ExchangeMetrics:
+    is_honest_receiver = is_honest if report.error.shape == is_honest.shape else jnp.ones_like(report.error, bool)
+    honest_weight = byzantine_weight = jnp.full(len(is_honest), jnp.nan)
+    if report.weights is not None:
+        honest_weight, byzantine_weight = (
+            _mean(is_honest_receiver, jnp.sum(jnp.where(senders[:, None], report.weights, 0), axis=2))
+            for senders in (is_honest, ~is_honest)
+        )
+    return ExchangeMetrics(
+        aggregation_error=_mean(is_honest_receiver, report.error),
+        honest_variance=report.honest_variance,
+        gradient_diameter=report.diameter_before,
+        honest_weight=honest_weight,
+        byzantine_weight=byzantine_weight,
+    )
+
+
+def _merge(tree):
+    """[seed, agent, ...] → [seed × agent, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+
+
+def _split(tree, num_seeds: int):
+    """[seed × agent, ...] → [seed, agent, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(num_seeds, -1, *leaf.shape[1:]), tree)

@@ -1,0 +1,57 @@
+"""The sets actions are taken from."""
+
+from dataclasses import dataclass
+from math import inf
+
+import jax.numpy as jnp
+from jax import Array
+
+from byzpg.components import check_count
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """The actions 0 to num_actions − 1, as int32 scalars."""
+
+    num_actions: int
+
+    def __post_init__(self) -> None:
+        check_count(self, num_actions=self.num_actions)
+
+    @property
+    def noise_size(self) -> int:
+        """How many uniform draws one uniform action takes."""
+        return 1
+
+    def uniform(self, unit: Array) -> Array:
+        """Uniform actions [...] from uniform draws [..., 1] in [0, 1)."""
+        # Never num_actions itself: the largest draw below 1 times n rounds to below n, for every n.
+        return jnp.floor(unit[..., 0] * self.num_actions).astype(jnp.int32)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Vectors of `size` numbers, number i between low[i] and high[i]."""
+
+    size: int
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_count(self, size=self.size)
+        ordered = all(-inf < low < high < inf for low, high in zip(self.low, self.high, strict=False))
+        if not ordered or not len(self.low) == len(self.high) == self.size:
+            raise ValueError(f"Box: low and high must be {self.size} finite numbers each, low below high; got {self}.")
+
+    @property
+    def noise_size(self) -> int:
+        """How many uniform draws one uniform action takes."""
+        return self.size
+
+    def uniform(self, unit: Array) -> Array:
+        """Uniform actions [..., size] from uniform draws [..., size] in [0, 1)."""
+        low, high = (jnp.asarray(limit, unit.dtype) for limit in (self.low, self.high))
+        return low + unit * (high - low)
+
+
+Space = Discrete | Box
