@@ -1,18 +1,35 @@
 """The command line. The only module that prints."""
 
+import argparse
+import os
+import signal
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
+from typing import Annotated, Union, get_args
 
+import jax
+import numpy as np
 import tyro
 from rich.console import Console
-from rich.progress import Progress
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from byzpg import aggregators, attacks, figures
+from byzpg import aggregators, attacks, envs, figures, play, registry, statistics, training
+from byzpg.algorithms import ALGORITHMS
+from byzpg.components import Component
+from byzpg.config import Config, Settings
 from byzpg.robustness import certificate
+from byzpg.runs import Run
 
 console = Console()
+
+COMPARISON = "plain-averaging"  # where, in a run's directory, the run it is compared with lies
 
 RULES = (
     aggregators.Mean(),
@@ -69,8 +86,7 @@ class Certify:
     """Where the picture goes; .png, .svg or .pdf."""
 
     def run(self) -> None:
-        if self.output.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--output must end in .png, .svg or .pdf, got {self.output}.")
+        _check_picture(self.output)
         aggregators.Mean().check(self.num_agents, self.num_byzantine)
         tolerant = [rule for rule in RULES if rule.max_byzantine(self.num_agents) >= self.num_byzantine]
         setting = f"K = {self.num_agents}, f = {self.num_byzantine}"
@@ -109,14 +125,282 @@ class Certify:
         console.print(f"Picture: {self.output}")
 
 
-def main() -> None:
-    command = tyro.cli(
-        tyro.conf.OmitSubcommandPrefixes[tyro.extras.subcommand_type_from_defaults({"certify": Certify()})],  # pyright: ignore
-        prog="byzpg",
-        description="Byzantine fault-tolerant federated reinforcement learning.",
+@dataclass(frozen=True)
+class Train:
+    """Train a federation, and show how it went.
+
+    Everything is kept in a directory: options, metrics, checkpoints, parameters, a picture of the learning curves. For
+    ByzPG and DecByzPG the picture also shows plain averaging under the same attack.
+    """
+
+    options: tyro.conf.OmitArgPrefixes[Config]
+    config: Path | None = None
+    """A .toml or .json file of options, such as a run's config.json; options on the command line come first."""
+    directory: Path | None = None
+    """Where the run goes; must not hold a run yet. Left out: runs/ and a name with the first free number."""
+    compare: bool = True
+    """Train plain averaging under the same attack as well."""
+
+    def run(self) -> None:
+        settings = self.options.resolved()
+        directory = _free_directory(settings) if self.directory is None else self.directory
+        others = {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG"}
+        with _progress(directory) as on_progress:
+            console.print(f"{_title(settings)}: {settings.num_seeds} seeds, preset {settings.preset} → {directory}")
+            training.train(self.options, directory, on_progress)
+            if self.compare and settings.num_byzantine and settings.algorithm in others:
+                other = replace(
+                    self.options, algorithm=others[settings.algorithm], aggregator=None, agreement=None, rounds=None
+                )
+                console.print(f"For comparison: {_title(other.resolved())}")
+                training.train(other, directory / COMPARISON, on_progress)
+        _conclude(directory)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Continue a run from its last checkpoint, exactly as if it had never stopped."""
+
+    directory: tyro.conf.Positional[Path]
+    """The run's directory."""
+
+    def run(self) -> None:
+        with _progress(self.directory) as on_progress:
+            for directory in (self.directory, self.directory / COMPARISON):
+                if directory == self.directory or directory.exists():
+                    training.resume(directory, on_progress)
+        _conclude(self.directory)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Compare runs: mean ± standard deviation, and interquartile mean with bootstrap intervals."""
+
+    directories: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of runs, complete or not."""
+    output: Path = Path("curves.png")
+    """Where the picture goes; .png, .svg or .pdf."""
+    title: str = "Learning curves"
+
+    def run(self) -> None:
+        _check_picture(self.output)
+        if not self.directories:
+            raise ValueError("plot needs at least one run's directory.")
+        runs = {directory: training.load(directory) for directory in self.directories}
+        console.print(_summary(runs))
+        figures.save(figures.learning_curves(_curves(runs), self.title), self.output)
+        console.print(f"Picture: {self.output}")
+
+
+@dataclass(frozen=True)
+class Play:
+    """Play a trained policy in the real Gymnasium environment; prints returns and records the first episode."""
+
+    directory: tyro.conf.Positional[Path]
+    """The run's directory."""
+    episodes: int = 10
+    seed: int = 0
+    """Of the environment; episode i starts from seed + i."""
+    index: int = 0
+    """Which of the run's seeds."""
+    agent: int = 0
+    """Whose parameters."""
+    sample: bool = False
+    """Draw actions from the policy, as in training, instead of taking the most likely one."""
+    output: Path | None = None
+    """Where the animation goes, .gif. Left out: play.gif in the run's directory."""
+
+    def run(self) -> None:
+        output = self.directory / "play.gif" if self.output is None else self.output
+        if output.suffix != ".gif":
+            raise ValueError(f"--output must end in .gif, got {output}.")
+        if self.episodes < 1:
+            raise ValueError(f"--episodes must be at least 1, got {self.episodes}.")
+        run = training.load(self.directory)
+        policy = run.policy(self.index, self.agent)
+        with console.status("playing"):
+            returns, frames = play.evaluate(policy, run.settings.env, self.episodes, self.seed, self.sample)
+            figures.save_animation(frames, output)
+        shown = ", ".join(f"{each:g}" for each in returns)
+        console.print(f"{run.settings.env}, {self.episodes} episodes: mean return {returns.mean():.1f} ({shown})")
+        console.print(f"First episode: {output}")
+
+
+@dataclass(frozen=True)
+class List:
+    """List algorithms, rules, attacks and environments."""
+
+    def run(self) -> None:
+        families = {
+            "algorithm": {name: algorithm.summary for name, algorithm in ALGORITHMS.items()},
+            **{
+                family: {name: registry.summary(member) for name, member in members.items()}
+                for family, members in registry.FAMILIES.items()
+            },
+            "environment": {name: registry.summary(member) for name, member in envs.ENVIRONMENTS.items()},
+        }
+        for family, members in families.items():
+            table = Table(title=family, title_justify="left", show_header=False, box=None, padding=(0, 2))
+            for name, summary in members.items():
+                table.add_row(name, summary, style=None)
+            console.print(table)
+            console.print()
+
+
+def _check_picture(path: Path) -> None:
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--output must end in .png, .svg or .pdf, got {path}.")
+
+
+def _free_directory(settings: Settings) -> Path:
+    name = f"{settings.env}-{settings.algorithm}-{type(settings.attack).__name__}"
+    return next(path for number in count(1) if not (path := Path("runs") / f"{name}-{number}").exists())
+
+
+def _title(settings: Settings) -> str:
+    liars = f", {settings.num_byzantine} of them {settings.attack}" if settings.num_byzantine else ""
+    agents = "1 agent" if settings.num_agents == 1 else f"{settings.num_agents} agents"
+    rule = f" with {settings.aggregator}" if ALGORITHMS[settings.algorithm].robust else ""
+    return f"{settings.algorithm}{rule} on {settings.env}, {agents}{liars}"
+
+
+def _conclude(directory: Path) -> None:
+    """The summary and the picture of a finished run, and of its comparison."""
+    paths = [directory, *(path for path in [directory / COMPARISON] if path.exists())]
+    runs = {path: training.load(path) for path in paths}
+    settings = runs[directory].settings
+    console.print(_summary(runs))
+    picture = directory / "curves.png"
+    threshold = envs.make(settings.env).reward_threshold
+    figures.save(figures.learning_curves(_curves(runs), _title(settings), reference_level=threshold), picture)
+    console.print(f"Picture: {picture}")
+    console.print(f"See it play: byzpg play {directory}")
+
+
+def _curves(runs: Mapping[Path, Run]) -> list[figures.Curve]:
+    labels = [_title(run.settings).split(" on ")[0] for run in runs.values()]
+    attacked = [f"{label}, {run.settings.attack}" for label, run in zip(labels, runs.values(), strict=True)]
+    for candidate in (labels, attacked):
+        if len(set(candidate)) == len(labels):
+            break
+    else:
+        candidate = [str(path) for path in runs]
+    return [
+        figures.Curve(label, run.trajectories, run.returns) for label, run in zip(candidate, runs.values(), strict=True)
+    ]
+
+
+def _summary(runs: Mapping[Path, Run]) -> Table:
+    table = Table(title="Return of honest agents: mean ± standard deviation over seeds")
+    for column in ("run", "trajectories", "last tenth", "best", "solved at", "weight of liars"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for path, run in runs.items():
+        threshold = envs.make(run.settings.env).reward_threshold
+        end = run.trajectories[-1]
+        late = run.returns[:, run.trajectories > 0.9 * end].mean(axis=1)
+        smoothed = statistics.smooth_on_grid(run.trajectories, run.returns, np.linspace(0, end, 41)[1:])
+        solved = "–"
+        if threshold is not None:
+            reached = statistics.trajectories_to_reach(run.trajectories, run.returns, threshold, window=100)
+            found = reached[np.isfinite(reached)]
+            solved = f"{np.mean(found):,.0f} ({len(found)} of {len(reached)})" if len(found) else "never"
+        weight = run.metrics["byzantine_weight"]
+        shown = "–" if np.all(np.isnan(weight)) or not run.settings.num_byzantine else f"{np.nanmean(weight):.1%}"
+        best = np.nanmax(smoothed.mean(axis=0))
+        late_text = f"{late.mean():.0f} ± {late.std():.0f}"
+        table.add_row(
+            f"{run.settings.algorithm}\n[dim]{path}[/dim]", f"{end:,}", late_text, f"{best:.0f}", solved, shown
+        )
+    return table
+
+
+@contextmanager
+def _progress(directory: Path) -> Iterator[training.OnProgress]:
+    """A live line of progress; Ctrl-C stops at the next checkpoint, a second one at once."""
+    stopping = False
+
+    def stop(signum: int, frame: object) -> None:
+        nonlocal stopping
+        if stopping:
+            raise KeyboardInterrupt
+        stopping = True
+        console.print("Stopping after this block of iterations; Ctrl-C again stops at once.")
+
+    columns = (
+        SpinnerColumn(),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} trajectories  {task.description}"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
     )
+    before = signal.signal(signal.SIGINT, stop)
+    shown = 0.0
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("compiling", total=1)
+
+        def on_progress(progress: training.Progress) -> None:
+            nonlocal shown
+            now, total, mean_return = progress.trajectories, progress.total_trajectories, progress.mean_return
+            bar.update(task, completed=now, total=total, description=f"return {mean_return:.0f}")
+            done = progress.iteration == progress.num_iterations
+            if not console.is_terminal and (done or progress.seconds - shown > 10):
+                shown = 0.0 if done else progress.seconds
+                console.print(f"{now:,} of {total:,} trajectories: return {mean_return:.0f}")
+            if done:
+                bar.reset(task, total=1, description="compiling")
+            if stopping:
+                raise KeyboardInterrupt
+
+        try:
+            yield on_progress
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _components_by_name(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:
+    """Rules, attacks and the like are texts on the command line, read when the options are resolved."""
+    parts = get_args(info.type)
+    if str not in parts or not any(isinstance(part, type) and issubclass(part, Component) for part in parts):
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME",
+        instance_from_str=lambda texts: texts[0],
+        is_instance=lambda value: value is None or isinstance(value, str),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _default_options() -> Config:
+    """The options of the file that `train --config` names, which those on the command line override."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
+    named = parser.parse_known_args(sys.argv[2:])[0].config if sys.argv[1:2] == ["train"] else None
+    return Config() if named is None else Config.load(named)
+
+
+def main() -> None:
+    # Seeds are dealt to devices, and on a CPU every core can be one; this must come before JAX looks for devices.
+    jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
+    by_name = ConstructorRegistry()
+    by_name.primitive_rule(_components_by_name)
     try:
+        commands = Union[  # noqa: UP007 - a list of its own making
+            Annotated[Train, tyro.conf.subcommand("train", default=Train(_default_options()))],
+            Annotated[Resume, tyro.conf.subcommand("resume")],
+            Annotated[Plot, tyro.conf.subcommand("plot")],
+            Annotated[Play, tyro.conf.subcommand("play")],
+            Annotated[List, tyro.conf.subcommand("list")],
+            Annotated[Certify, tyro.conf.subcommand("certify")],
+        ]
+        command = tyro.cli(
+            commands,  # pyright: ignore[reportArgumentType]
+            prog="byzpg",
+            description="Byzantine fault-tolerant federated reinforcement learning.",
+            registry=by_name,
+        )
         command.run()
     except ValueError as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         sys.exit(2)

@@ -1,7 +1,5 @@
 """Results as pictures. Nothing here computes a result."""
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -14,7 +12,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from PIL import Image
 
+from byzpg.files import write_atomically
 from byzpg.statistics import bootstrap_interval, interquartile_mean, smooth_on_grid
 
 # Told apart with any colour vision (Okabe & Ito 2008); their yellow, too pale for lines, is left out.
@@ -22,17 +22,18 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the picture whole or not at all; the format follows the path's ending."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
-    os.close(handle)
+    """Write the picture; the format follows the path's ending."""
+    picture_format = path.suffix.removeprefix(".")
     try:
-        figure.savefig(temporary, bbox_inches="tight", dpi=160)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
+        write_atomically(path, lambda file: figure.savefig(file, format=picture_format, bbox_inches="tight", dpi=160))
     finally:
         pyplot.close(figure)
-        Path(temporary).unlink(missing_ok=True)
+
+
+def save_animation(frames: Sequence[np.ndarray], path: Path) -> None:
+    """Write pictures [height, width, 3] as a GIF of half their size, every second one, at 25 a second."""
+    first, *rest = (Image.fromarray(frame).reduce(2).quantize(32) for frame in frames[::2])
+    write_atomically(path, lambda file: first.save(file, "GIF", save_all=True, append_images=rest, duration=40, loop=0))
 
 
 def constants_heatmap(constants: Mapping[str, Mapping[str, float]], title: str) -> Figure:

@@ -129,7 +129,7 @@ class Health:
 
 
 def _span(clock: Clock, values: Array, span: Array) -> Array:
-    """Values [agent, episode, time, ...] of one span, [agent, episode × time, ...]: products of matrices are fastest."""
+    """One span of values [agent, episode, time, ...], as [agent, episode × time, ...]: products of matrices are fastest."""
     here = lax.dynamic_slice_in_dim(values, span * clock.span, clock.span, axis=2)
     return here.reshape(len(here), -1, *here.shape[3:])
 

@@ -8,7 +8,7 @@ from math import inf
 from types import ModuleType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from byzpg import aggregators, agreement, attacks
+from byzpg import aggregators, agreement, attacks, gradients
 from byzpg.components import Component, nearest, plain_name, unknown
 
 
@@ -32,10 +32,12 @@ FAMILIES: dict[str, dict[str, type[Component]]] = {
     "agreement": _public(agreement, agreement.Agreement),
     "attack": _public(attacks, attacks.Attack),
     "byzantine set": _public(attacks, attacks.ByzantineSet),
+    "estimator": _public(gradients, gradients.Estimator),
+    "importance weights": {"ImportanceWeights": gradients.ImportanceWeights},
 }
 
 
-def summary(component_class: type[Component]) -> str:
+def summary(component_class: type) -> str:
     """The first line of a component's documentation."""
     return (component_class.__doc__ or "").strip().partition("\n")[0]
 
@@ -100,9 +102,8 @@ class _Reader:
         except TypeError as error:
             self.error(f"{made.__name__}: {error}; {choices}")
         for name, value in given.arguments.items():
-            if not _fits(value, hints[name]):
-                kind = hints[name].__name__ if isclass(hints[name]) else formatannotation(hints[name])
-                self.error(f"{made.__name__}: {name} must be {kind}, got {value!r}.")
+            if not fits(value, hints[name]):
+                self.error(f"{made.__name__}: {name} must be {type_name(hints[name])}, got {value!r}.")
         return made(**given.arguments)
 
     def value(self, node: ast.expr) -> Any:
@@ -120,15 +121,20 @@ class _Reader:
             self.error(f"{text} is not a number, a quoted text, a tuple, True, False, None or a component.")
 
 
-def _fits(value: object, hint: Any) -> bool:
+def type_name(hint: Any) -> str:
+    """How to write a type in a message."""
+    return hint.__name__ if isclass(hint) else formatannotation(hint)
+
+
+def fits(value: object, hint: Any) -> bool:
     """Whether a value is of the type an option declares; which of a Literal's choices, the component checks itself."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
+        return any(fits(value, part) for part in parts)
     if kind is Literal:
         return type(value) in map(type, parts)
     if kind is tuple:
-        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+        return isinstance(value, tuple) and all(fits(item, parts[0]) for item in value)
     if hint is float:
         return type(value) in (int, float)
     # Not isinstance throughout: True is an int to Python, but not a count to anyone.

@@ -139,7 +139,8 @@ def rollout(
         return jax.vmap(env.reset)(jax.random.split(jax.random.fold_in(key, 4), num_episodes))
 
     state = jax.vmap(reset)(keys)
-    example = jax.eval_shape(jax.vmap(policy.draw), weights, *_example_outputs(policy, shape))
+    outputs = jax.ShapeDtypeStruct((*shape, policy.num_outputs), parameters.dtype)
+    example = jax.eval_shape(jax.vmap(policy.mode), weights, outputs)
     blank = jnp.zeros((*shape, clock.padded))
     played = (
         state,
@@ -154,15 +155,6 @@ def rollout(
     _, played = lax.while_loop(any_left, play_span, (jnp.asarray(0), played))
     _, _, lengths, returns, observations, actions, rewards, log_probabilities = played
     return Episodes(observations, actions, rewards, log_probabilities, lengths, returns, jnp.max(lengths))
-
-
-def _example_outputs(policy: Policy, shape: tuple[int, int]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes of a network's outputs and noise, to ask what an action looks like."""
-    dtype = jnp.float32
-    return (
-        jax.ShapeDtypeStruct((*shape, policy.num_outputs), dtype),
-        jax.ShapeDtypeStruct((*shape, policy.noise_size), dtype),
-    )
 
 
 def _where(mask: Array, changed: Array, unchanged: Array) -> Array:

@@ -30,6 +30,11 @@ class Environment(Protocol):
         ...
 
     @property
+    def reward_threshold(self) -> float | None:
+        """The mean return from which the task counts as solved."""
+        ...
+
+    @property
     def noise_size(self) -> int:
         """How many uniform draws in [0, 1) one step of the dynamics takes."""
         ...

@@ -41,6 +41,7 @@ class CartPole(Component):
     observation_size = 4
     action_space = Discrete(2)
     horizon = 500
+    reward_threshold = 475.0
     noise_size = 0
 
     def reset(self, key: Array) -> State:

@@ -1,0 +1,311 @@
+"""What to train, as data: the only place with defaults. What a user leaves out comes from a preset."""
+
+import json
+import tomllib
+from dataclasses import dataclass, fields, replace
+from math import ceil, inf, log2
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import jax
+
+from byzpg import envs
+from byzpg.aggregators import RFA, Aggregator, Mean
+from byzpg.agreement import MDA, Agreement, NoAgreement
+from byzpg.algorithms import ALGORITHMS, Agent, Algorithm, Federation
+from byzpg.attacks import Attack, ByzantineSet, NoAttack
+from byzpg.components import Component, nearest, plain_name, unknown
+from byzpg.gradients import GPOMDP, Estimator, ImportanceWeights
+from byzpg.policies import Policy, policy_for
+from byzpg.registry import fits, parse, type_name
+from byzpg.simulate import Simulation
+
+# Of each task, what all presets share: the paper's table.
+TASKS: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {"discount": 0.999, "hidden": (16, 16), "activation": "relu", "large_batch": 50, "small_batch": 4},
+}
+
+PAPER: dict[str, Any] = {
+    "output_tanh": True,
+    "optimizer": "adam",
+    "step_size": 5e-3,
+    "switch_probability": 0.2,
+    "estimator": GPOMDP(),
+    "importance": ImportanceWeights(),
+    "gate": 1.0,
+    "snapshot": "before",
+    "aggregator": RFA(),
+    "agreement": MDA(),
+    "rounds": 5,
+    "output": "last",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "tuned": PAPER
+    | {
+        "output_tanh": False,
+        "step_size": 1e-2,
+        "estimator": GPOMDP(baseline="leave-one-out"),
+        "importance": ImportanceWeights(cap=1.0),
+        "rounds": 3,
+    },
+    "paper": PAPER,
+    "theory": PAPER
+    | {"optimizer": "sgd", "step_size": 1e-4, "switch_probability": "theory", "rounds": "theory", "output": "uniform"},
+    # What produced the published figures: its snapshot is taken too late, so that small batches repeat v̂.
+    "script": PAPER | {"step_size": 5e-4, "activation": "tanh", "snapshot": "after", "aggregator": RFA.reference()},
+}
+
+# The families in which the components of a configuration go by name.
+FAMILIES = {
+    "attack": "attack",
+    "byzantine_set": "byzantine set",
+    "aggregator": "aggregator",
+    "agreement": "agreement",
+    "estimator": "estimator",
+    "importance": "importance weights",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to train. None: from the preset, or from the task. Components go by name or as objects."""
+
+    env: str = "CartPole-v1"
+    """The task."""
+    algorithm: str = "DecByzPG"
+    """PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG or DecByzPG."""
+    preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
+    """Where options left out come from: tuned (learns fastest), paper (its table), theory (SGD, p, κ and output as
+    proven), script (what produced the published figures)."""
+
+    num_agents: int | None = None
+    """Agents K, liars included. Left out: 13, or 1 for PAGE-PG."""
+    num_byzantine: int | None = None
+    """Liars f: at work, and declared to the rules. Left out: the most that MDA tolerates, ⌊(K − 1)/4⌋."""
+    attack: Attack | str = "AvgZero"
+    """What liars do; `byzpg list` shows all attacks."""
+    byzantine_set: ByzantineSet | str = "FixedSet"
+    """Who lies when: FixedSet (the last f agents), FixedSet(members=(0, 3)), RotatingSet(period=1)."""
+
+    num_seeds: int = 4
+    """Independent repetitions, side by side. They share one sequence of large and small batches."""
+    seed: int = 0
+    """The first seed; the others are the numbers after it."""
+    trajectories: int = 2000
+    """Trajectories per agent; training ends with the iteration that reaches them."""
+
+    aggregator: Aggregator | str | None = None
+    """How gradients are combined (ByzPG, DecByzPG): RFA, Krum, NNM(TrimmedMean()), Bucketing(RFA(), size=2), ..."""
+    agreement: Agreement | str | None = None
+    """How parameters are agreed upon (DecByzPG): MDA, GDA, TrimmedMeanAgreement, NoAgreement."""
+    rounds: int | Literal["theory"] | None = None
+    """Rounds κ of agreement per iteration; theory: ⌈log2(NK/p²)⌉."""
+
+    large_batch: int | None = None
+    """Trajectories N of a large batch."""
+    small_batch: int | None = None
+    """Trajectories B of a small batch, at most N."""
+    switch_probability: float | Literal["theory"] | None = None
+    """Probability p of a large batch, in (0, 1]; theory: 1/N."""
+    estimator: Estimator | str | None = None
+    """GPOMDP or REINFORCE, each with baseline='none' or 'leave-one-out'."""
+    importance: ImportanceWeights | str | None = None
+    """ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number)."""
+    gate: float | Literal["health"] | None = None
+    """β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: the effective sample size
+    of the importance weights."""
+    snapshot: Literal["before", "after"] | None = None
+    """When θ_{t−1} is kept: before the update, or after it, as the published script does."""
+    optimizer: Literal["adam", "sgd"] | None = None
+    """Adam, or plain SGD as in the theory."""
+    step_size: float | None = None
+    """η."""
+
+    policy: Literal["auto", "categorical", "gaussian"] = "auto"
+    """auto: what fits the task's actions."""
+    hidden: tuple[int, ...] | None = None
+    """Sizes of the policy's hidden layers."""
+    activation: Literal["relu", "tanh", "elu", "silu"] | None = None
+    """Of the hidden layers."""
+    output_tanh: bool | None = None
+    """A Tanh on the policy's outputs, as in the paper; it caps the probability of an action."""
+    horizon: int | None = None
+    """Steps H after which an episode is cut off. Left out: the task's own."""
+    discount: float | None = None
+    """γ, in (0, 1]."""
+    output: Literal["last", "uniform"] | None = None
+    """Which iterate is the result: the last, or θ_T̂ with T̂ uniform, as in the theory. Both are saved."""
+
+    def resolved(self) -> "Settings":
+        """Everything filled in and checked."""
+        env = envs.make(self.env)
+        if self.preset not in PRESETS:
+            raise ValueError(unknown("preset", self.preset, PRESETS))
+        name = next((each for each in ALGORITHMS if plain_name(each) == plain_name(self.algorithm)), None)
+        if name is None:
+            raise ValueError(unknown("algorithm", self.algorithm, ALGORITHMS))
+        algorithm = ALGORITHMS[name]
+        values: dict[str, Any] = TASKS.get(self.env, {}) | PRESETS[self.preset] | {"horizon": env.horizon}
+        values |= self._without_effect(name, algorithm)
+        values |= {option: value for option, value in vars(self).items() if value is not None}
+        values |= {"algorithm": name, "num_agents": values.get("num_agents", 1 if algorithm.single else 13)}
+        if "num_byzantine" not in values and isinstance(values["num_agents"], int):
+            values["num_byzantine"] = max(0, (values["num_agents"] - 1) // 4)
+        for option, family in FAMILIES.items():
+            if isinstance(values[option], str):
+                values[option] = parse(family, values[option])
+        if values["num_byzantine"] == 0:
+            values["attack"] = NoAttack()
+        # What theory prescribes is computed from the other options, once they are known to be sound.
+        by_theory = {option for option in ("switch_probability", "rounds") if values[option] == "theory"}
+        placeholders: dict[str, Any] = dict.fromkeys(by_theory, 1)
+        settings = Settings(**(values | placeholders))
+        if "switch_probability" in by_theory:
+            settings = replace(settings, switch_probability=1 / settings.large_batch)
+        if "rounds" in by_theory:
+            product = settings.large_batch * settings.num_agents / settings.switch_probability**2
+            settings = replace(settings, rounds=ceil(log2(product)))
+        return settings
+
+    def _without_effect(self, name: str, algorithm: Algorithm) -> dict[str, Any]:
+        """The options that the algorithm does not have, at the values that do nothing; setting others is an error."""
+        values: dict[str, Any] = {}
+        if not algorithm.robust:
+            values |= {"aggregator": Mean()}
+        if not algorithm.agrees:
+            values |= {"agreement": NoAgreement(), "rounds": 0}
+        for option, neutral in values.items():
+            given = getattr(self, option)
+            if given is not None and str(given).removesuffix("()") != str(neutral).removesuffix("()"):
+                fix = "use DecByzPG" if option != "aggregator" else "use ByzPG or DecByzPG"
+                raise ValueError(f"{option} = {given} has no effect with {name}: leave it out, or {fix}.")
+        return values
+
+    @classmethod
+    def load(cls, path: Path) -> "Config":
+        """A configuration from a .toml or .json file whose keys are the options."""
+        try:
+            text = path.read_text()
+            values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"configuration {path} cannot be read: {error}") from None
+        return cls.of(values, str(path))
+
+    @classmethod
+    def of(cls, values: object, source: str) -> "Config":
+        """A configuration from plain data: components as text, tuples as lists."""
+        if not isinstance(values, dict):
+            raise ValueError(f"{source} must be a table of options, got {type(values).__name__}.")
+        known = [option.name for option in fields(cls)]
+        for option in values:
+            if option not in known:
+                raise ValueError(f"{source}: there is no option {option!r}.{nearest(option, known)}")
+        plain: dict[str, Any] = {o: tuple(value) if isinstance(value, list) else value for o, value in values.items()}
+        return cls(**plain)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A configuration with everything filled in and checked: what a run is, to the last option."""
+
+    env: str
+    algorithm: str
+    preset: str
+    num_agents: int
+    num_byzantine: int
+    attack: Attack
+    byzantine_set: ByzantineSet
+    num_seeds: int
+    seed: int
+    trajectories: int
+    aggregator: Aggregator
+    agreement: Agreement
+    rounds: int
+    large_batch: int
+    small_batch: int
+    switch_probability: float
+    estimator: Estimator
+    importance: ImportanceWeights
+    gate: float | Literal["health"]
+    snapshot: Literal["before", "after"]
+    optimizer: Literal["adam", "sgd"]
+    step_size: float
+    policy: Literal["auto", "categorical", "gaussian"]
+    hidden: tuple[int, ...]
+    activation: Literal["relu", "tanh", "elu", "silu"]
+    output_tanh: bool
+    horizon: int
+    discount: float
+    output: Literal["last", "uniform"]
+
+    def __post_init__(self) -> None:
+        for option, hint in get_type_hints(Settings).items():
+            value, choices = getattr(self, option), [each for each in get_args(hint) if isinstance(each, str)]
+            choices += [each for part in get_args(hint) for each in get_args(part)]
+            if not fits(value, hint) or (isinstance(value, str) and choices and value not in choices):
+                wanted = f"one of {', '.join(choices)}" if get_origin(hint) is Literal else type_name(hint)
+                raise ValueError(f"{option} must be {wanted}; got {value!r}.")
+        for option in ("num_agents", "num_seeds", "trajectories", "large_batch", "small_batch", "horizon"):
+            if getattr(self, option) < 1:
+                raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}.")
+        for option in ("num_byzantine", "seed", "rounds"):
+            if getattr(self, option) < 0:
+                raise ValueError(f"{option} must not be negative, got {getattr(self, option)}.")
+        for option in ("switch_probability", "discount"):
+            if not 0 < getattr(self, option) <= 1:
+                raise ValueError(f"{option} must lie in (0, 1], got {getattr(self, option)}.")
+        if self.small_batch > self.large_batch:
+            raise ValueError(f"small_batch must be at most large_batch = {self.large_batch}, got {self.small_batch}.")
+        if not 0 < self.step_size < inf:
+            raise ValueError(f"step_size must be positive, got {self.step_size}.")
+        if self.gate != "health" and not 0 <= self.gate <= 1:
+            raise ValueError(f"gate must lie in [0, 1], or be 'health'; got {self.gate}.")
+        if ALGORITHMS[self.algorithm].single and self.num_agents > 1:
+            raise ValueError(f"{self.algorithm} is one agent alone: num_agents must be 1, got {self.num_agents}.")
+        self.estimator.check(self.small_batch)
+        self.aggregator.check(self.num_agents, self.num_byzantine)
+        if self.rounds:
+            self.agreement.check(self.num_agents, self.num_byzantine)
+        self.byzantine_set(self.num_agents, self.num_byzantine, 0, jax.random.key(0))
+        self.bound_policy()
+
+    def bound_policy(self) -> Policy:
+        """The policy, fitted to the task."""
+        env = envs.make(self.env)
+        network = (self.hidden, self.activation, self.output_tanh)
+        return policy_for(self.policy, env.observation_size, env.action_space, *network)
+
+    def simulation(self) -> Simulation:
+        """The federation and the seeds this describes."""
+        algorithm = ALGORITHMS[self.algorithm]
+        agent = Agent(
+            envs.make(self.env),
+            self.bound_policy(),
+            self.horizon,
+            self.discount,
+            self.large_batch,
+            self.small_batch,
+            self.estimator,
+            self.importance,
+            self.gate,
+            self.snapshot,
+            self.optimizer,
+            self.step_size,
+        )
+        federation = Federation(
+            agent,
+            algorithm.centralized,
+            self.num_agents,
+            self.num_byzantine,
+            self.aggregator,
+            None if isinstance(self.agreement, NoAgreement) else self.agreement,
+            self.rounds,
+            self.attack,
+            self.byzantine_set,
+        )
+        return Simulation(federation, tuple(range(self.seed, self.seed + self.num_seeds)))
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data that `Config.of` reads back: components as text."""
+        values = ((option.name, getattr(self, option.name)) for option in fields(self))
+        return {name: str(value) if isinstance(value, Component) else value for name, value in values}

@@ -1,0 +1,190 @@
+"""A run: what was trained and how it went, in memory or as a directory. The only module that writes run files.
+
+A directory holds
+  config.json       every option, resolved; `byzpg train --config` takes it
+  provenance.json   the command, versions and machine
+  checkpoint.npz    what continues the run to the bit: state, iteration, metrics so far, a hash of config.json
+  metrics.npz       once complete: trajectories [iteration], large [iteration], and every metric [seed, iteration]
+  parameters.npz    once complete: last, uniform [seed, agent, d] (at a server: one agent), and output_iteration
+Every file is written whole or not at all, and none holds a pickle.
+"""
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import jax
+import numpy as np
+
+from byzpg.config import Config, Settings
+from byzpg.files import write_atomically
+from byzpg.policies import Policy
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedPolicy:
+    """A policy with its parameters."""
+
+    policy: Policy
+    parameters: np.ndarray  # [d]
+
+    def act(self, observation: np.ndarray, key: jax.Array | None = None) -> np.ndarray:
+        """The most likely action at observations [..., features]; with a key, one drawn from the policy."""
+        seen = np.asarray(observation, np.float32)
+        if seen.shape[-1:] != (self.policy.observation_size,):
+            raise ValueError(
+                f"observation must have {self.policy.observation_size} features in its last axis, got {seen.shape}."
+            )
+        return np.asarray(_act(self.policy, self.parameters, seen, key))
+
+
+@partial(jax.jit, static_argnames="policy")
+def _act(policy: Policy, parameters: jax.Array, observation: jax.Array, key: jax.Array | None) -> jax.Array:
+    weights = policy.unflatten(parameters)
+    outputs = policy.outputs(weights, observation)
+    if key is None:
+        return policy.mode(weights, outputs)
+    return policy.draw(weights, outputs, jax.random.uniform(key, (*outputs.shape[:-1], policy.noise_size)))
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run and its results, so far or complete."""
+
+    settings: Settings
+    trajectories: np.ndarray  # [iteration], per agent, up to and including the iteration
+    large: np.ndarray  # [iteration], whether it sampled a large batch
+    metrics: Mapping[str, np.ndarray]  # name: [seed, iteration], documented in simulate.Metrics
+    parameters: Mapping[str, np.ndarray]  # last, uniform: [seed, agent, d]
+    output_iteration: int  # T̂
+    complete: bool
+
+    @property
+    def returns(self) -> np.ndarray:
+        """Mean undiscounted training return of the honest agents [seed, iteration]."""
+        return self.metrics["return_mean"]
+
+    def policy(self, seed: int = 0, agent: int = 0, output: str | None = None) -> TrainedPolicy:
+        """The policy of the seed-th seed that an agent holds: the output of the settings, or "last", or "uniform"."""
+        output = self.settings.output if output is None else output
+        if output not in self.parameters:
+            raise ValueError(f"output must be last or uniform, got {output!r}.")
+        held = self.parameters[output]
+        for name, index, size in (("seed", seed, len(held)), ("agent", agent, held.shape[1])):
+            if not 0 <= index < size:
+                raise ValueError(f"{name} must be 0 to {size - 1}, got {index}.")
+        return TrainedPolicy(self.settings.bound_policy(), held[seed, agent])
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What continues a run."""
+
+    iteration: int
+    state: list[np.ndarray]  # leaves of the simulation's state
+    metrics: dict[str, np.ndarray]  # name: [seed, iteration]
+
+
+class RunDirectory:
+    """The files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, settings: Settings) -> "RunDirectory":
+        """A new run's directory; one that holds anything already is never touched."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            what = "holds a run already" if (path / "config.json").exists() else "exists and is not an empty directory"
+            raise ValueError(f"{path} {what}: choose another directory (or `byzpg resume {path}` to continue it).")
+        path.mkdir(parents=True, exist_ok=True)
+        directory = cls(path)
+        directory._write_json("provenance.json", _provenance())
+        directory._write_json("config.json", settings.as_data())
+        return directory
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} holds no run: there is no config.json in it.")
+        return cls(path)
+
+    def settings(self) -> Settings:
+        return Config.load(self.path / "config.json").resolved()
+
+    @property
+    def complete(self) -> bool:
+        return (self.path / "parameters.npz").is_file()
+
+    def write_checkpoint(self, checkpoint: Checkpoint) -> None:
+        arrays = {f"state_{index}": leaf for index, leaf in enumerate(checkpoint.state)}
+        arrays |= {f"metric_{name}": values for name, values in checkpoint.metrics.items()}
+        self._write_arrays(
+            "checkpoint.npz", arrays | {"iteration": checkpoint.iteration, "config": self._config_digest()}
+        )
+
+    def read_checkpoint(self) -> Checkpoint | None:
+        """The last checkpoint, or None if there is none yet; one of another configuration is an error."""
+        if not (self.path / "checkpoint.npz").is_file():
+            return None
+        arrays = self._read_arrays("checkpoint.npz")
+        if not np.array_equal(arrays.get("config", np.zeros(0)), self._config_digest()):
+            raise ValueError(
+                f"{self.path / 'checkpoint.npz'} belongs to another configuration than the config.json beside it: "
+                "put that config.json back, or train anew in another directory."
+            )
+        state = [arrays[f"state_{index}"] for index in range(sum(name.startswith("state_") for name in arrays))]
+        metrics = {name.removeprefix("metric_"): values for name, values in arrays.items() if "metric_" in name}
+        return Checkpoint(int(arrays["iteration"]), state, metrics)
+
+    def write_results(self, run: Run) -> None:
+        columns = {"trajectories": run.trajectories, "large": run.large, **run.metrics}
+        self._write_arrays("metrics.npz", columns)
+        # Last, since it marks the run as complete.
+        self._write_arrays("parameters.npz", {**run.parameters, "output_iteration": run.output_iteration})
+
+    def read_results(self) -> Run:
+        metrics, parameters = self._read_arrays("metrics.npz"), self._read_arrays("parameters.npz")
+        try:
+            trajectories, large = metrics.pop("trajectories"), metrics.pop("large")
+            output_iteration = int(parameters.pop("output_iteration"))
+        except KeyError as error:
+            raise ValueError(f"{self.path}: the results lack {error}.") from None
+        return Run(self.settings(), trajectories, large, metrics, parameters, output_iteration, complete=True)
+
+    def _config_digest(self) -> np.ndarray:
+        return np.frombuffer(sha256((self.path / "config.json").read_bytes()).digest(), np.uint8)
+
+    def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+        write_atomically(self.path / name, lambda file: file.write(text.encode()))
+
+    def _write_arrays(self, name: str, arrays: Mapping[str, Any]) -> None:
+        write_atomically(self.path / name, lambda file: np.savez(file, allow_pickle=False, **arrays))
+
+    def _read_arrays(self, name: str) -> dict[str, np.ndarray]:
+        path = self.path / name
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return dict(arrays)
+        except (OSError, ValueError, BadZipFile, EOFError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _provenance() -> dict[str, Any]:
+    devices = jax.local_devices()
+    return {
+        "command": sys.argv,
+        "versions": {name: version(name) for name in ("byzpg", "jax", "jaxlib", "numpy", "optax")},
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "devices": [str(device.device_kind) for device in devices],
+    }
