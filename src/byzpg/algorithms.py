@@ -68,9 +68,8 @@ class Agent(Component):
 
     def initial(self, parameters: Array) -> AgentState:
         """The state of agents that start from parameters [agent, d]."""
-        # Three arrays of their own: a simulator donates them.
         return AgentState(
-            parameters, jnp.array(parameters), jnp.zeros_like(parameters), jax.vmap(self._transform.init)(parameters)
+            parameters, parameters, jnp.zeros_like(parameters), jax.vmap(self._transform.init)(parameters)
         )
 
     def estimate(

@@ -6,6 +6,7 @@ c [agent, episode, time], and one function takes the gradients.
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from math import log
 from typing import Literal
 
@@ -129,7 +130,7 @@ class Health:
 
 
 def _span(clock: Clock, values: Array, span: Array) -> Array:
-    """One span of values [agent, episode, time, ...], as [agent, episode × time, ...]: products of matrices are fastest."""
+    """One span of values [agent, episode, time, ...] as [agent, episode × time, ...], for products of matrices."""
     here = lax.dynamic_slice_in_dim(values, span * clock.span, clock.span, axis=2)
     return here.reshape(len(here), -1, *here.shape[3:])
 
@@ -157,22 +158,27 @@ def _num_spans(episodes: Episodes, clock: Clock) -> Array:
 
 
 def weighted_scores(policy: Policy, parameters: Array, episodes: Episodes, coefficients: Array, clock: Clock) -> Array:
-    """Σ_t c_t ∇log π(a_t|s_t) at each agent's parameters [agent, d], averaged over its episodes; steps past the end
-    do not count."""
+    """Σ_t c_t ∇log π(a_t|s_t), averaged over each agent's episodes, without what lies past their ends: [set, agent, d].
+
+    Several sets of parameters [set, agent, d] and coefficients [set, agent, episode, time] share the episodes.
+    """
+    num_sets, num_agents, _ = parameters.shape
     coefficients = jnp.where(jnp.arange(clock.padded) < episodes.lengths[..., None], coefficients, 0)
-    weights = jax.vmap(policy.unflatten)(parameters)
+    weights = jax.vmap(jax.vmap(policy.unflatten))(parameters)
 
     def total(weights: Weights, observations: Array, actions: Array, coefficients: Array) -> Array:
         return jnp.sum(coefficients * policy.log_probability(weights, policy.outputs(weights, observations), actions))
 
-    def add(span: Array, scores: Weights) -> Weights:
-        here = (_span(clock, values, span) for values in (episodes.observations, episodes.actions, coefficients))
-        return jax.tree.map(jnp.add, scores, jax.vmap(jax.grad(total))(weights, *here))
+    scores = jax.vmap(jax.vmap(jax.grad(total)), (0, None, None, 0))
 
-    zeros = jax.tree.map(jnp.zeros_like, weights)
-    scores = lax.fori_loop(0, _num_spans(episodes, clock), add, zeros)
-    flat = jnp.concatenate([part.reshape(len(parameters), -1) for part in jax.tree.leaves(scores)], axis=1)
-    return flat / coefficients.shape[1]
+    def add(span: Array, sums: Weights) -> Weights:
+        seen, taken = _span(clock, episodes.observations, span), _span(clock, episodes.actions, span)
+        here = scores(weights, seen, taken, jax.vmap(partial(_span, clock), (0, None))(coefficients, span))
+        return jax.tree.map(jnp.add, sums, here)
+
+    sums = lax.fori_loop(0, _num_spans(episodes, clock), add, jax.tree.map(jnp.zeros_like, weights))
+    flat = [part.reshape(num_sets, num_agents, -1) for part in jax.tree.leaves(sums)]
+    return jnp.concatenate(flat, axis=2) / episodes.lengths.shape[1]
 
 
 def gradient(
@@ -180,7 +186,7 @@ def gradient(
 ) -> Array:
     """(1/N) Σ_i g(τ_i|θ) [agent, d]."""
     coefficients = estimator.coefficients(episodes.rewards, discount, None)
-    return weighted_scores(policy, parameters, episodes, coefficients, clock)
+    return weighted_scores(policy, parameters[None], episodes, coefficients[None], clock)[0]
 
 
 def corrected_gradient(
@@ -202,8 +208,10 @@ def corrected_gradient(
     """
     log_ratios = log_probabilities(policy, previous, episodes, clock) - episodes.log_probabilities
     log_weights, health = importance.log_weights(log_ratios)
-    here = gradient(policy, parameters, episodes, estimator, discount, clock)
-    coefficients = estimator.coefficients(episodes.rewards, discount, log_weights)
-    before = weighted_scores(policy, previous, episodes, coefficients, clock)
+    if gate == 0:  # weights that have overflowed, times 0, would not be 0
+        return gradient(policy, parameters, episodes, estimator, discount, clock), health
+    coefficients = [estimator.coefficients(episodes.rewards, discount, weights) for weights in (None, log_weights)]
+    both = jnp.stack([parameters, previous])
+    here, before = weighted_scores(policy, both, episodes, jnp.stack(coefficients), clock)
     opened = health.effective_sample[:, None] if gate == "health" else gate
     return here + opened * (direction - before), health

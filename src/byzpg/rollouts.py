@@ -4,7 +4,8 @@ Every array leads with [agent, episode]; agents may be those of one federation o
 They are a plain axis and not a `vmap` around the loop, which would turn the loop's writes into scatters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,18 @@ from byzpg.attacks import Attack
 from byzpg.envs import Environment
 from byzpg.policies import Policy
 
-# Time is cut into spans of about this many steps: random numbers are drawn, and gradients taken, a span at a time.
+# Addresses of random numbers: fold_in(agent's key, purpose, piece or time step).
+NOISE, MISCHIEF, ACT, RECORD, RESET = range(5)
+
+# Gradients are taken about this many time steps at once: fewer waste time between products, more the processor's cache.
 SPAN = 100
+# A span is played in this many pieces: random numbers are drawn for a piece, and between pieces a rollout may stop.
+PIECES = 4
 
 
 @dataclass(frozen=True)
 class Clock:
-    """A horizon cut into equal spans; the last may reach past it."""
+    """A horizon cut into equal spans, and these into equal pieces; the last may reach past it."""
 
     horizon: int
 
@@ -29,8 +35,12 @@ class Clock:
         return -(-self.horizon // SPAN)
 
     @property
+    def piece(self) -> int:
+        return -(-self.horizon // (self.num_spans * PIECES))
+
+    @property
     def span(self) -> int:
-        return -(-self.horizon // self.num_spans)
+        return PIECES * self.piece
 
     @property
     def padded(self) -> int:
@@ -69,92 +79,83 @@ def rollout(
     num_agents, clock = len(parameters), Clock(horizon)
     shape = (num_agents, num_episodes)
     weights = jax.vmap(policy.unflatten)(parameters)
+    keys_of = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(RESET + 1)))(keys)
     poisoned = attack if attack is not None and attack.poisons_play and byzantine is not None else None
 
-    def uniform(purpose: int, span: Array | int, size: int) -> Array:
-        """Draws [agent, episode, span, size], from the address (agent, purpose, span)."""
+    def draws(purpose: int, piece: Array, size: int) -> Array:
+        """Uniform draws [time, agent, episode, size] for one piece, by address: agent, purpose, piece."""
 
-        def draw(key: Array) -> Array:
-            key = jax.random.fold_in(jax.random.fold_in(key, purpose), span)
-            return jax.random.uniform(key, (num_episodes, clock.span, size))
+        def of_agent(key: Array) -> Array:
+            return jax.random.uniform(jax.random.fold_in(key, piece), (clock.piece, num_episodes, size))
 
-        return jax.vmap(draw)(keys)
+        return jax.vmap(of_agent, out_axes=1)(keys_of[:, purpose])
 
-    def write(buffer: Array, value: Array, time: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(buffer, value[:, :, None].astype(buffer.dtype), time, axis=2)
+    def keys_at(purpose: int, time: Array) -> Array:
+        return jax.vmap(jax.random.fold_in, (0, None))(keys_of[:, purpose], time)
 
-    def play_span(carry: tuple[Array, tuple]) -> tuple[Array, tuple]:
-        span, played = carry
-        noise = uniform(0, span, policy.noise_size + env.noise_size)
-        mischief = uniform(1, span, env.action_space.noise_size) if poisoned else None
+    def step(
+        carry: tuple[Any, Array], given: tuple[Array, Array, Array]
+    ) -> tuple[tuple[Any, Array], tuple[Array, ...]]:
+        (state, alive), (time, noise, mischief) = carry, given
+        seen = env.observe(state)
+        outputs = jax.vmap(policy.outputs)(weights, seen)
+        action = jax.vmap(policy.draw)(weights, outputs, noise[..., : policy.noise_size])
+        if poisoned is not None and byzantine is not None:
+            mixed = env.action_space.uniform(mischief)
+            action = _where(byzantine, jax.vmap(poisoned.act)(action, mixed, keys_at(ACT, time)), action)
+        moved, reward, terminated = env.step(state, action, noise[..., policy.noise_size :])
+        # An episode that has ended stays where it ended: stepping on could overflow.
+        state = jax.tree.map(lambda new, old: _where(alive, new, old), moved, state)
+        noted = reward
+        if poisoned is not None and byzantine is not None:
+            noted = _where(byzantine, jax.vmap(poisoned.record)(reward, keys_at(RECORD, time)), reward)
+        return (state, alive & ~terminated & (time + 1 < horizon)), (alive, reward, seen, action, noted, outputs)
 
-        def step(carry: tuple[Array, tuple]) -> tuple[Array, tuple]:
-            time, (state, alive, lengths, returns, observations, actions, rewards, log_probabilities) = carry
-            here = lax.dynamic_index_in_dim(noise, time, axis=2, keepdims=False)
-            seen = env.observe(state)
-            outputs = jax.vmap(policy.outputs)(weights, seen)
-            action = jax.vmap(policy.draw)(weights, outputs, here[..., : policy.noise_size])
-            if poisoned is not None and byzantine is not None and mischief is not None:
-                mixed = env.action_space.uniform(lax.dynamic_index_in_dim(mischief, time, axis=2, keepdims=False))
-                lie = jax.vmap(poisoned.act)(action, mixed, attack_keys(span, time, 2))
-                action = _where(byzantine, lie, action)
-            log_probability = jax.vmap(policy.log_probability)(weights, outputs, action)
-            moved, reward, terminated = env.step(state, action, here[..., policy.noise_size :])
-            # An episode that has ended stays where it ended: stepping on could overflow.
-            state = jax.tree.map(lambda new, old: _where(alive, new, old), moved, state)
-            reward = jnp.where(alive, reward, 0)
-            noted = reward
-            if poisoned is not None and byzantine is not None:
-                lie = jax.vmap(poisoned.record)(reward, attack_keys(span, time, 3))
-                noted = _where(byzantine, jnp.where(alive, lie, 0), reward)
-            now = span * clock.span + time
-            played = (
-                state,
-                alive & ~terminated,
-                lengths + alive,
-                returns + reward,
-                write(observations, seen, now),
-                write(actions, action, now),
-                write(rewards, noted, now),
-                write(log_probabilities, jnp.where(alive, log_probability, 0), now),
-            )
-            return time + 1, played
+    def play_piece(carry: tuple[Array, tuple, Episodes]) -> tuple[Array, tuple, Episodes]:
+        piece, playing, episodes = carry
+        times = piece * clock.piece + jnp.arange(clock.piece)
+        mischief = draws(MISCHIEF, piece, env.action_space.noise_size if poisoned else 0)
+        noise = draws(NOISE, piece, policy.noise_size + env.noise_size)
+        playing, played = lax.scan(step, playing, (times, noise, mischief))
+        alive, reward, seen, action, noted, outputs = (jnp.moveaxis(each, 0, 2) for each in played)
+        log_probability = jax.vmap(policy.log_probability)(weights, outputs, action)
 
-        def goes_on(carry: tuple[Array, tuple]) -> Array:
-            time, (_, alive, *_) = carry
-            return (time < clock.span) & (span * clock.span + time < horizon) & jnp.any(alive)
+        def write(buffer: Array, values: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), times[0], axis=2)
 
-        _, played = lax.while_loop(goes_on, step, (jnp.asarray(0), played))
-        return span + 1, played
+        episodes = Episodes(
+            observations=write(episodes.observations, seen),
+            actions=write(episodes.actions, action),
+            rewards=write(episodes.rewards, jnp.where(alive, noted, 0)),
+            log_probabilities=write(episodes.log_probabilities, jnp.where(alive, log_probability, 0)),
+            lengths=episodes.lengths + jnp.sum(alive, axis=2),
+            returns=episodes.returns + jnp.sum(jnp.where(alive, reward, 0), axis=2),
+            steps=episodes.steps,
+        )
+        return piece + 1, playing, episodes
 
-    def attack_keys(span: Array, time: Array, purpose: int) -> Array:
-        address = span * clock.span + time
-        return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, purpose), address))(keys)
+    def any_left(carry: tuple[Array, tuple, Episodes]) -> Array:
+        piece, (_, alive), _ = carry
+        return (piece < clock.num_spans * PIECES) & jnp.any(alive)
 
-    def any_left(carry: tuple[Array, tuple]) -> Array:
-        span, (_, alive, *_) = carry
-        return (span < clock.num_spans) & jnp.any(alive)
+    def reset(key: Array) -> Any:
+        return jax.vmap(env.reset)(jax.random.split(key, num_episodes))
 
-    def reset(key: Array) -> object:
-        return jax.vmap(env.reset)(jax.random.split(jax.random.fold_in(key, 4), num_episodes))
-
-    state = jax.vmap(reset)(keys)
     outputs = jax.ShapeDtypeStruct((*shape, policy.num_outputs), parameters.dtype)
-    example = jax.eval_shape(jax.vmap(policy.mode), weights, outputs)
+    action = jax.eval_shape(jax.vmap(policy.mode), weights, outputs)
     blank = jnp.zeros((*shape, clock.padded))
-    played = (
-        state,
-        jnp.ones(shape, bool),
-        jnp.zeros(shape, jnp.int32),
-        jnp.zeros(shape),
-        jnp.zeros((*shape, clock.padded, env.observation_size)),
-        jnp.zeros((*shape, clock.padded, *example.shape[2:]), example.dtype),
-        blank,
-        blank,
+    episodes = Episodes(
+        observations=jnp.zeros((*shape, clock.padded, env.observation_size)),
+        actions=jnp.zeros((*shape, clock.padded, *action.shape[2:]), action.dtype),
+        rewards=blank,
+        log_probabilities=blank,
+        lengths=jnp.zeros(shape, int),
+        returns=jnp.zeros(shape),
+        steps=jnp.asarray(0),
     )
-    _, played = lax.while_loop(any_left, play_span, (jnp.asarray(0), played))
-    _, _, lengths, returns, observations, actions, rewards, log_probabilities = played
-    return Episodes(observations, actions, rewards, log_probabilities, lengths, returns, jnp.max(lengths))
+    start = (jax.vmap(reset)(keys_of[:, RESET]), jnp.ones(shape, bool))
+    _, _, episodes = lax.while_loop(any_left, play_piece, (jnp.asarray(0), start, episodes))
+    return replace(episodes, steps=jnp.max(episodes.lengths))
 
 
 def _where(mask: Array, changed: Array, unchanged: Array) -> Array:

@@ -87,7 +87,7 @@ def _restored(simulation: Simulation, checkpoint: Checkpoint) -> SimulationState
     shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
     if shapes != [(leaf.shape, leaf.dtype) for leaf in checkpoint.state]:
         raise ValueError("the checkpoint does not fit the configuration: its arrays have other shapes.")
-    return jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in checkpoint.state])
+    return simulation.placed(jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in checkpoint.state]))
 
 
 def _run(
