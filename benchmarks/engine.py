@@ -5,8 +5,8 @@
     python benchmarks/engine.py federations   # 100 federations of 13 agents × 4,000 trajectories, compilation included
     python benchmarks/engine.py train         # `byzpg train` as a newcomer runs it
 
-Baseline of `steps`: one agent's rollouts alone as they are usually written, Gymnasium's CartPole and a NumPy network, one
-step at a time. Times are the best of several, after compilation.
+Baseline of `steps`: rollouts alone as they are usually written, Gymnasium's CartPole and a NumPy network, one step at a
+time. Times are the best of several, after compilation.
 """
 
 import argparse
@@ -17,19 +17,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
 import jax.numpy as jnp
 import numpy as np
 
 from byzpg import Config, exchange, train
 from byzpg.algorithms import Federation
 from byzpg.envs.cartpole import CartPole, State
+from byzpg.exchange import Phase
 from byzpg.gradients import gradient
-from byzpg.rollouts import Clock, rollout
+from byzpg.rollouts import Clock, Episodes, rollout
+from byzpg.rules import Rule
 from byzpg.simulate import LARGE, SMALL, Simulation
 
 
@@ -52,8 +52,8 @@ def best(function: Callable[[], object], repetitions: int = 5) -> float:
     return min(times)
 
 
-def endless(**options: object) -> Federation:
-    federation = Config(**options).resolved().simulation().federation  # pyright: ignore[reportArgumentType]
+def endless(**options: Any) -> Federation:
+    federation = Config(**options).resolved().simulation().federation
     return replace(federation, agent=replace(federation.agent, env=EndlessCartPole()))
 
 
@@ -89,10 +89,9 @@ def gymnasium_steps_per_second() -> float:
 
 
 def operations_per_step(federation: Federation, batch: int) -> int:
-    """Floating-point operations of the network in one environment step: forward passes 2, backward passes 4 per weight."""
-    weights = sum(
-        matrix.size for matrix, _ in federation.agent.policy.unflatten(jnp.zeros(federation.agent.policy.dimension))
-    )
+    """Floating-point operations of the network per environment step: forward passes 2 per weight, backward ones 4."""
+    policy = federation.agent.policy
+    weights = sum(matrix.size for matrix, _ in policy.unflatten(jnp.zeros(policy.dimension)))
     # Large: play, gradient. Small: play, gradient at θ_t, log-probabilities and gradient at θ_{t−1}.
     return weights * (2 + 6 if batch == LARGE else 2 + 6 + 2 + 6)
 
@@ -109,9 +108,8 @@ def steps() -> None:
     baseline, peak = gymnasium_steps_per_second(), matrix_peak()
     print(f"baseline: Gymnasium and NumPy, rollouts alone: {baseline:,.0f} steps/s")
     print(f"single-precision matrix peak: {peak / 1e9:,.0f} GFLOP/s; devices: {jax.local_devices()}\n")
-    print(
-        f"{'batch':6} {'attack':12} {'seeds':>5} {'ms/iteration':>13} {'M steps/s':>10} {'of peak':>8} {'× baseline':>11}"
-    )
+    print("| batch | attack | seeds | ms per iteration | million steps/s | of the peak | × baseline |")
+    print("|---|---|---:|---:|---:|---:|---:|")
     for attack in ("AvgZero", "LargeNoise"):
         federation = endless(attack=attack)
         for name, batch, episodes in (
@@ -123,60 +121,59 @@ def steps() -> None:
                 rate = num_seeds * federation.num_agents * episodes * federation.agent.horizon / seconds
                 share = rate * operations_per_step(federation, batch) / peak
                 print(
-                    f"{name:6} {attack:12} {num_seeds:5} {seconds * 1e3:13.1f} {rate / 1e6:10.2f} {share:8.1%} "
-                    f"{rate / baseline:11,.0f}",
+                    f"| {name} | {attack} | {num_seeds} | {seconds * 1e3:.1f} | {rate / 1e6:.2f} | {share:.1%} "
+                    f"| {rate / baseline:,.0f} |",
                     flush=True,
                 )
 
 
 def growth() -> None:
-    print(
-        f"{'K':>4} {'f':>3} {'large, s':>9} {'small, s':>9}   share of: rollouts, gradients, aggregation, agreement (large)"
-    )
+    print("| K | f | large, s | small, s | rollouts | gradients | aggregation | agreement |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
     for num_agents in (13, 26, 52, 104):
         federation = endless(num_agents=num_agents, attack="LargeNoise")
-        agent, rule = federation.agent, federation.agreement
+        large, small = (seconds_per_iteration(federation, 1, batch) for batch in (LARGE, SMALL))
+        parts = seconds_per_part(federation)
+        shares = " | ".join(f"{part / sum(parts):.1%}" for part in parts)
+        print(f"| {num_agents} | {federation.num_byzantine} | {large:.3f} | {small:.3f} | {shares} |", flush=True)
+
+
+def seconds_per_part(federation: Federation) -> list[float]:
+    """Rollouts, gradients, aggregation and agreement of a large batch, each as a program of its own."""
+    agent = federation.agent
+    keys = jax.random.split(jax.random.key(0), federation.num_agents)
+    parameters = jax.vmap(agent.policy.initial)(keys)
+
+    @jax.jit
+    def play(parameters: jax.Array, keys: jax.Array) -> Episodes:
+        episodes, horizon = agent.large_batch, agent.horizon
+        return rollout(agent.env, agent.policy, parameters, keys, num_episodes=episodes, horizon=horizon)
+
+    @jax.jit
+    def estimate(parameters: jax.Array, episodes: Episodes) -> jax.Array:
+        clock = Clock(agent.horizon)
+        return gradient(agent.policy, parameters, episodes, agent.estimator, agent.discount, clock)
+
+    def send(rule: Rule | None, phase: Phase) -> object:
         assert rule is not None
-        large = seconds_per_iteration(federation, 1, LARGE)
-        small = seconds_per_iteration(federation, 1, SMALL)
-        keys = jax.random.split(jax.random.key(0), num_agents)
-        parameters = jax.vmap(agent.policy.initial)(keys)
-        byzantine = jnp.arange(num_agents - federation.num_byzantine, num_agents)
-        play = jax.jit(
-            lambda parameters, keys, agent=agent: rollout(
-                agent.env, agent.policy, parameters, keys, num_episodes=agent.large_batch, horizon=agent.horizon
-            )
-        )
-        episodes = play(parameters, keys)
-        estimate = jax.jit(
-            lambda parameters, episodes, agent=agent: gradient(
-                agent.policy, parameters, episodes, agent.estimator, agent.discount, Clock(agent.horizon)
-            )
+        return exchange(
+            rule,
+            parameters,
+            byzantine=jnp.arange(federation.num_agents - federation.num_byzantine, federation.num_agents),
+            attack=federation.attack,
+            num_byzantine=federation.num_byzantine,
+            phase=phase,
+            key=jax.random.key(1),
+            diagnose=True,
         )
 
-        def send(
-            phase: str, federation: Federation = federation, byzantine: jax.Array = byzantine
-        ) -> Callable[..., object]:
-            rule = federation.aggregator if phase == "gradients" else federation.agreement
-            return partial(
-                exchange,
-                rule,
-                byzantine=byzantine,
-                attack=federation.attack,
-                num_byzantine=federation.num_byzantine,
-                phase=phase,
-                key=jax.random.key(1),
-                diagnose=True,
-            )
-
-        parts = [
-            best(lambda: play(parameters, keys)),
-            best(lambda: estimate(parameters, episodes)),
-            best(lambda: send("gradients")(parameters)),
-            best(lambda: send("parameters")(parameters)) * federation.rounds,
-        ]
-        shares = "  ".join(f"{part / sum(parts):5.1%}" for part in parts)
-        print(f"{num_agents:4} {federation.num_byzantine:3} {large:9.3f} {small:9.3f}   {shares}", flush=True)
+    episodes = play(parameters, keys)
+    return [
+        best(lambda: play(parameters, keys)),
+        best(lambda: estimate(parameters, episodes)),
+        best(lambda: send(federation.aggregator, "gradients")),
+        best(lambda: send(federation.agreement, "parameters")) * federation.rounds,
+    ]
 
 
 def federations(number: int, trajectories: int) -> None:
@@ -190,7 +187,8 @@ def federations(number: int, trajectories: int) -> None:
     print(
         f"{number} federations × 13 agents × {run.trajectories[-1]:,} trajectories on {jax.devices()[0].device_kind}: "
         f"{seconds:.1f} s in all, {marks[0] - started:.1f} s to the end of the first block (compilation included); "
-        f"{steps / 1e6:,.0f} M environment steps, {steps / seconds / 1e6:.1f} M/s; last return {run.returns[:, -1].mean():.0f}"
+        f"{steps / 1e6:,.0f} M environment steps, {steps / seconds / 1e6:.1f} M/s; "
+        f"last return {run.returns[:, -1].mean():.0f}"
     )
 
 
@@ -208,6 +206,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=100)
     parser.add_argument("--trajectories", type=int, default=4000)
     arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
     if arguments.what == "federations":
         federations(arguments.number, arguments.trajectories)
     else:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,15 @@ from byzpg.policies import ACTIVATIONS, CategoricalMLP, GaussianMLP, Policy, pol
 from byzpg.spaces import Box, Discrete
 
 POLICIES = [
-    CategoricalMLP(3, (), "relu", False, 2),
-    CategoricalMLP(4, (16, 16), "relu", False, 3),
-    CategoricalMLP(2, (5,), "tanh", True, 4),
-    CategoricalMLP(3, (4, 3), "elu", False, 2),
-    CategoricalMLP(1, (6,), "silu", True, 2),
-    GaussianMLP(3, (), "tanh", True, 2, -0.5),
-    GaussianMLP(2, (7, 5), "elu", False, 1),
-    GaussianMLP(2, (4,), "silu", False, 3, 0.3),
-    GaussianMLP(1, (4, 4), "relu", True, 2),
+    CategoricalMLP(3, (), "relu", False, num_actions=2),
+    CategoricalMLP(4, (16, 16), "relu", False, num_actions=3),
+    CategoricalMLP(2, (5,), "tanh", True, num_actions=4),
+    CategoricalMLP(3, (4, 3), "elu", False, num_actions=2),
+    CategoricalMLP(1, (6,), "silu", True, num_actions=2),
+    GaussianMLP(3, (), "tanh", True, action_size=2, initial_log_std=-0.5),
+    GaussianMLP(2, (7, 5), "elu", False, action_size=1),
+    GaussianMLP(2, (4,), "silu", False, action_size=3, initial_log_std=0.3),
+    GaussianMLP(1, (4, 4), "relu", True, action_size=2),
 ]
 CATEGORICAL = [policy for policy in POLICIES if isinstance(policy, CategoricalMLP)]
 GAUSSIAN = [policy for policy in POLICIES if isinstance(policy, GaussianMLP)]
@@ -245,7 +245,7 @@ def test_tanh_on_the_outputs_caps_the_largest_probability_and_probabilities_add_
 
     reached = {}
     for output_tanh in (True, False):
-        policy = CategoricalMLP(3, (), "relu", output_tanh, num_actions)
+        policy = CategoricalMLP(3, (), "relu", output_tanh, num_actions=num_actions)
         found = probabilities(policy, jnp.asarray(rng.normal(0, 30, policy.dimension), jnp.float32))
         np.testing.assert_allclose(np.sum(found, axis=0), 1, rtol=1e-5)  # outputs of 100 have errors of 8e-6
         reached[output_tanh] = float(np.max(found))
@@ -274,14 +274,18 @@ def test_dimensions_by_hand() -> None:
     assert GaussianMLP(3, (5,), action_size=2).dimension == 3 * 5 + 5 + 5 * 2 + 2 + 2
 
 
-def test_initial_parameters_are_uniform_within_their_bounds() -> None:
-    policy = GaussianMLP(25, (40, 40), action_size=9, initial_log_std=-1.25)
+@pytest.mark.parametrize("bias_bound", ["inputs", "outputs"])
+def test_initial_parameters_are_uniform_within_their_bounds(bias_bound: Literal["inputs", "outputs"]) -> None:
+    policy = GaussianMLP(25, (40, 40), bias_bound=bias_bound, action_size=9, initial_log_std=-1.25)
     draw = jax.jit(policy.initial)
     parameters = np.asarray(draw(jax.random.key(3)))
     assert parameters.shape == (policy.dimension,)
     assert parameters.dtype == np.float32
     layers = naive_layers(policy, parameters)
-    scaled = [part.ravel() * np.sqrt(len(matrix)) for matrix, bias in layers for part in (matrix, bias)]
+    scaled = []
+    for matrix, bias in layers:
+        scaled.append(matrix.ravel() * np.sqrt(len(matrix)))
+        scaled.append(bias * np.sqrt(len(matrix) if bias_bound == "inputs" else len(bias)))
     for part in scaled:
         assert np.max(np.abs(part)) <= 1
         # of n uniform draws, a quantile strays by at most 1/√n in one standard deviation
@@ -299,25 +303,26 @@ def test_initial_parameters_are_uniform_within_their_bounds() -> None:
 
 def test_auto_takes_the_policy_that_fits() -> None:
     box = Box(2, (-1.0, -1.0), (1.0, 1.0))
-    assert policy_for("auto", 4, Discrete(3), (8,), "tanh", True) == CategoricalMLP(4, (8,), "tanh", True, 3)
-    assert policy_for("categorical", 4, Discrete(3), (), "relu", False) == CategoricalMLP(4, (), "relu", False, 3)
-    assert policy_for("auto", 4, box, (8,), "elu", False) == GaussianMLP(4, (8,), "elu", False, 2)
-    assert policy_for("gaussian", 4, box, (8,), "elu", True) == GaussianMLP(4, (8,), "elu", True, 2)
+    network: dict[str, Any] = {"hidden": (8,), "activation": "tanh", "output_tanh": True, "bias_bound": "outputs"}
+    for kind in ("auto", "categorical"):
+        assert policy_for(kind, 4, Discrete(3), **network) == CategoricalMLP(4, **network, num_actions=3)
+    for kind in ("auto", "gaussian"):
+        assert policy_for(kind, 4, box, **network) == GaussianMLP(4, **network, action_size=2)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: policy_for("categorical", 3, Box(1, (-1.0,), (1.0,)), (), "relu", False),
+            lambda: policy_for("categorical", 3, Box(1, (-1.0,), (1.0,))),
             r"categorical does not fit Box\(.*\): use policy = gaussian",
         ),
         (
-            lambda: policy_for("gaussian", 3, Discrete(2), (), "relu", False),
+            lambda: policy_for("gaussian", 3, Discrete(2)),
             r"gaussian does not fit Discrete\(.*\): use policy = categorical",
         ),
         (
-            lambda: policy_for("beta", 3, Discrete(2), (), "relu", False),
+            lambda: policy_for("beta", 3, Discrete(2)),
             "must be auto, categorical or gaussian; got 'beta'",
         ),
         (lambda: CategoricalMLP(3, (4, 0)), "hidden must be a positive whole number, got 0"),

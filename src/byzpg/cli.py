@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Annotated, Union, get_args
 
@@ -25,9 +26,10 @@ from byzpg.algorithms import ALGORITHMS
 from byzpg.components import Component
 from byzpg.config import Config, Settings
 from byzpg.robustness import certificate
-from byzpg.runs import Run
+from byzpg.runs import Run, RunDirectory
 
 console = Console()
+errors = Console(stderr=True)
 
 COMPARISON = "plain-averaging"  # where, in a run's directory, the run it is compared with lies
 
@@ -113,7 +115,7 @@ class Certify:
                     )
                     row[type(attack).__name__], bound = measured.measured["C_ra"], measured.bounds["C_ra"]
                 worst = max(row, key=row.__getitem__)
-                constants[str(rule).removesuffix("()")] = row
+                constants[_short(rule)] = row
                 known = "none known" if bound is None else f"{bound:.3g}"
                 table.add_row(str(rule), worst, figures.short_number(row[worst]), known)
         console.print(table)
@@ -122,7 +124,7 @@ class Certify:
                 console.print(f"Left out: {rule} needs {rule.bound}.")
         title = f"Robust rules under attack: {setting}"
         figures.save(figures.constants_heatmap(constants, title), self.output)
-        console.print(f"Picture: {self.output}")
+        _say(f"Picture: {self.output}")
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Train:
     ByzPG and DecByzPG the picture also shows plain averaging under the same attack.
     """
 
-    options: tyro.conf.OmitArgPrefixes[Config]
+    options: Annotated[tyro.conf.OmitArgPrefixes[Config], tyro.conf.arg(name="training")]
     config: Path | None = None
     """A .toml or .json file of options, such as a run's config.json; options on the command line come first."""
     directory: Path | None = None
@@ -144,17 +146,16 @@ class Train:
     def run(self) -> None:
         settings = self.options.resolved()
         directory = _free_directory(settings) if self.directory is None else self.directory
-        others = {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG"}
-        with _progress(directory) as on_progress:
-            console.print(f"{_title(settings)}: {settings.num_seeds} seeds, preset {settings.preset} → {directory}")
-            training.train(self.options, directory, on_progress)
-            if self.compare and settings.num_byzantine and settings.algorithm in others:
-                other = replace(
-                    self.options, algorithm=others[settings.algorithm], aggregator=None, agreement=None, rounds=None
-                )
-                console.print(f"For comparison: {_title(other.resolved())}")
-                training.train(other, directory / COMPARISON, on_progress)
-        _conclude(directory)
+        plans, others = {directory: settings}, {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG"}
+        if self.compare and settings.num_byzantine and settings.algorithm in others:
+            other = replace(
+                self.options, algorithm=others[settings.algorithm], aggregator=None, agreement=None, rounds=None
+            )
+            plans[directory / COMPARISON] = other.resolved()
+        # Both runs are laid down before either starts, so that whatever stops them, `resume` does all the rest.
+        for path, planned in plans.items():
+            RunDirectory.create(path, planned)
+        Resume(directory).run()
 
 
 @dataclass(frozen=True)
@@ -165,11 +166,21 @@ class Resume:
     """The run's directory."""
 
     def run(self) -> None:
+        comparison = self.directory / COMPARISON
+        directories = [self.directory, comparison] if comparison.exists() else [self.directory]
+        plans = {directory: RunDirectory.open(directory).settings() for directory in directories}
         with _progress(self.directory) as on_progress:
-            for directory in (self.directory, self.directory / COMPARISON):
-                if directory == self.directory or directory.exists():
-                    training.resume(directory, on_progress)
-        _conclude(self.directory)
+            for directory, settings in plans.items():
+                seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
+                _say(f"{_title(settings)}: {seeds}, preset {settings.preset} → {directory}")
+                training.resume(directory, on_progress)
+        runs = {directory: training.load(directory) for directory in directories}
+        console.print(_summary(runs))
+        picture, settings = self.directory / "curves.png", plans[self.directory]
+        threshold = envs.make(settings.env).reward_threshold
+        figures.save(figures.learning_curves(_curves(runs), _title(settings), reference_level=threshold), picture)
+        _say(f"Picture: {picture}")
+        _say(f"See it play: byzpg play {self.directory}")
 
 
 @dataclass(frozen=True)
@@ -189,7 +200,7 @@ class Plot:
         runs = {directory: training.load(directory) for directory in self.directories}
         console.print(_summary(runs))
         figures.save(figures.learning_curves(_curves(runs), self.title), self.output)
-        console.print(f"Picture: {self.output}")
+        _say(f"Picture: {self.output}")
 
 
 @dataclass(frozen=True)
@@ -222,8 +233,8 @@ class Play:
             returns, frames = play.evaluate(policy, run.settings.env, self.episodes, self.seed, self.sample)
             figures.save_animation(frames, output)
         shown = ", ".join(f"{each:g}" for each in returns)
-        console.print(f"{run.settings.env}, {self.episodes} episodes: mean return {returns.mean():.1f} ({shown})")
-        console.print(f"First episode: {output}")
+        _say(f"{run.settings.env}, {self.episodes} episodes: mean return {returns.mean():.1f} ({shown})")
+        _say(f"First episode: {output}")
 
 
 @dataclass(frozen=True)
@@ -242,9 +253,14 @@ class List:
         for family, members in families.items():
             table = Table(title=family, title_justify="left", show_header=False, box=None, padding=(0, 2))
             for name, summary in members.items():
-                table.add_row(name, summary, style=None)
+                table.add_row(name, escape(summary))
             console.print(table)
             console.print()
+
+
+def _say(text: str) -> None:
+    """One line, however long: paths and commands are to be copied."""
+    console.print(escape(text), soft_wrap=True, highlight=False)
 
 
 def _check_picture(path: Path) -> None:
@@ -258,28 +274,26 @@ def _free_directory(settings: Settings) -> Path:
 
 
 def _title(settings: Settings) -> str:
-    liars = f", {settings.num_byzantine} of them {settings.attack}" if settings.num_byzantine else ""
+    liars = f", {settings.num_byzantine} of them {_short(settings.attack)}" if settings.num_byzantine else ""
     agents = "1 agent" if settings.num_agents == 1 else f"{settings.num_agents} agents"
-    rule = f" with {settings.aggregator}" if ALGORITHMS[settings.algorithm].robust else ""
-    return f"{settings.algorithm}{rule} on {settings.env}, {agents}{liars}"
+    return f"{_method(settings)} on {settings.env}, {agents}{liars}"
 
 
-def _conclude(directory: Path) -> None:
-    """The summary and the picture of a finished run, and of its comparison."""
-    paths = [directory, *(path for path in [directory / COMPARISON] if path.exists())]
-    runs = {path: training.load(path) for path in paths}
-    settings = runs[directory].settings
-    console.print(_summary(runs))
-    picture = directory / "curves.png"
-    threshold = envs.make(settings.env).reward_threshold
-    figures.save(figures.learning_curves(_curves(runs), _title(settings), reference_level=threshold), picture)
-    console.print(f"Picture: {picture}")
-    console.print(f"See it play: byzpg play {directory}")
+def _method(settings: Settings) -> str:
+    """What tells algorithms apart: DecByzPG with RFA, or Dec-PAGE-PG with plain averaging."""
+    if settings.num_agents == 1:
+        return settings.algorithm
+    robust = ALGORITHMS[settings.algorithm].robust
+    return f"{settings.algorithm} with {_short(settings.aggregator) if robust else 'plain averaging'}"
+
+
+def _short(component: Component) -> str:
+    return str(component).removesuffix("()")
 
 
 def _curves(runs: Mapping[Path, Run]) -> list[figures.Curve]:
-    labels = [_title(run.settings).split(" on ")[0] for run in runs.values()]
-    attacked = [f"{label}, {run.settings.attack}" for label, run in zip(labels, runs.values(), strict=True)]
+    labels = [_method(run.settings) for run in runs.values()]
+    attacked = [f"{label}, {_short(run.settings.attack)}" for label, run in zip(labels, runs.values(), strict=True)]
     for candidate in (labels, attacked):
         if len(set(candidate)) == len(labels):
             break
@@ -307,10 +321,9 @@ def _summary(runs: Mapping[Path, Run]) -> Table:
         weight = run.metrics["byzantine_weight"]
         shown = "–" if np.all(np.isnan(weight)) or not run.settings.num_byzantine else f"{np.nanmean(weight):.1%}"
         best = np.nanmax(smoothed.mean(axis=0))
+        name = f"{_method(run.settings)}\n[dim]{escape(str(path))}[/dim]"
         late_text = f"{late.mean():.0f} ± {late.std():.0f}"
-        table.add_row(
-            f"{run.settings.algorithm}\n[dim]{path}[/dim]", f"{end:,}", late_text, f"{best:.0f}", solved, shown
-        )
+        table.add_row(name, f"{end:,}", late_text, f"{best:.0f}", solved, shown)
     return table
 
 
@@ -324,7 +337,7 @@ def _progress(directory: Path) -> Iterator[training.OnProgress]:
         if stopping:
             raise KeyboardInterrupt
         stopping = True
-        console.print("Stopping after this block of iterations; Ctrl-C again stops at once.")
+        _say("Stopping after this block of iterations; Ctrl-C again stops at once.")
 
     columns = (
         SpinnerColumn(),
@@ -335,7 +348,7 @@ def _progress(directory: Path) -> Iterator[training.OnProgress]:
         TimeRemainingColumn(),
     )
     before = signal.signal(signal.SIGINT, stop)
-    shown = 0.0
+    shown = -inf
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("compiling", total=1)
 
@@ -345,8 +358,8 @@ def _progress(directory: Path) -> Iterator[training.OnProgress]:
             bar.update(task, completed=now, total=total, description=f"return {mean_return:.0f}")
             done = progress.iteration == progress.num_iterations
             if not console.is_terminal and (done or progress.seconds - shown > 10):
-                shown = 0.0 if done else progress.seconds
-                console.print(f"{now:,} of {total:,} trajectories: return {mean_return:.0f}")
+                shown = -inf if done else progress.seconds
+                _say(f"{now:,} of {total:,} trajectories: return {mean_return:.0f}")
             if done:
                 bar.reset(task, total=1, description="compiling")
             if stopping:
@@ -354,6 +367,8 @@ def _progress(directory: Path) -> Iterator[training.OnProgress]:
 
         try:
             yield on_progress
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"Stopped. To go on from here: byzpg resume {directory}") from None
         finally:
             signal.signal(signal.SIGINT, before)
 
@@ -399,8 +414,12 @@ def main() -> None:
             prog="byzpg",
             description="Byzantine fault-tolerant federated reinforcement learning.",
             registry=by_name,
+            config=(tyro.conf.DisallowNone,),
         )
         command.run()
-    except ValueError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
+    except (ValueError, OSError) as error:
+        errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
+    except KeyboardInterrupt as stop:
+        errors.print(escape(str(stop) or "Stopped."), highlight=False, soft_wrap=True)
+        sys.exit(130)  # 128 + SIGINT, as shells have it

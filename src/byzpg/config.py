@@ -5,7 +5,8 @@ import tomllib
 from dataclasses import dataclass, fields, replace
 from math import ceil, inf, log2
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
 
@@ -27,6 +28,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 PAPER: dict[str, Any] = {
     "output_tanh": True,
+    "bias_bound": "inputs",
     "optimizer": "adam",
     "step_size": 5e-3,
     "switch_probability": 0.2,
@@ -52,7 +54,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "theory": PAPER
     | {"optimizer": "sgd", "step_size": 1e-4, "switch_probability": "theory", "rounds": "theory", "output": "uniform"},
     # What produced the published figures: its snapshot is taken too late, so that small batches repeat v̂.
-    "script": PAPER | {"step_size": 5e-4, "activation": "tanh", "snapshot": "after", "aggregator": RFA.reference()},
+    "script": PAPER
+    | {
+        "activation": "tanh",
+        "bias_bound": "outputs",
+        "step_size": 5e-4,
+        "snapshot": "after",
+        "aggregator": RFA.reference(),
+    },
 }
 
 # The families in which the components of a configuration go by name.
@@ -75,8 +84,7 @@ class Config:
     algorithm: str = "DecByzPG"
     """PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG or DecByzPG."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
-    """Where options left out come from: tuned (learns fastest), paper (its table), theory (SGD, p, κ and output as
-    proven), script (what produced the published figures)."""
+    """What fills in the rest: tuned (learns fastest), paper (its table), theory (as proven), script (as published)."""
 
     num_agents: int | None = None
     """Agents K, liars included. Left out: 13, or 1 for PAGE-PG."""
@@ -112,52 +120,61 @@ class Config:
     importance: ImportanceWeights | str | None = None
     """ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number)."""
     gate: float | Literal["health"] | None = None
-    """β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: the effective sample size
-    of the importance weights."""
+    """β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: follows the weights."""
     snapshot: Literal["before", "after"] | None = None
     """When θ_{t−1} is kept: before the update, or after it, as the published script does."""
     optimizer: Literal["adam", "sgd"] | None = None
     """Adam, or plain SGD as in the theory."""
     step_size: float | None = None
-    """η."""
+    """Step size η."""
 
     policy: Literal["auto", "categorical", "gaussian"] = "auto"
     """auto: what fits the task's actions."""
     hidden: tuple[int, ...] | None = None
     """Sizes of the policy's hidden layers."""
     activation: Literal["relu", "tanh", "elu", "silu"] | None = None
-    """Of the hidden layers."""
+    """Activation of the hidden layers."""
     output_tanh: bool | None = None
     """A Tanh on the policy's outputs, as in the paper; it caps the probability of an action."""
+    bias_bound: Literal["inputs", "outputs"] | None = None
+    """Biases start uniform in ±1/√(a layer's inputs), or ±1/√(its outputs), as in the published script."""
     horizon: int | None = None
     """Steps H after which an episode is cut off. Left out: the task's own."""
     discount: float | None = None
-    """γ, in (0, 1]."""
+    """Discount γ, in (0, 1]."""
     output: Literal["last", "uniform"] | None = None
-    """Which iterate is the result: the last, or θ_T̂ with T̂ uniform, as in the theory. Both are saved."""
+    """Which iterate is the result: the last, or one drawn uniformly, as in the theory. Both are saved."""
 
     def resolved(self) -> "Settings":
         """Everything filled in and checked."""
-        env = envs.make(self.env)
-        if self.preset not in PRESETS:
-            raise ValueError(unknown("preset", self.preset, PRESETS))
-        name = next((each for each in ALGORITHMS if plain_name(each) == plain_name(self.algorithm)), None)
+        defaults = {option.name: option.default for option in fields(self) if option.default is not None}
+        given: dict[str, Any] = defaults | {option: value for option, value in vars(self).items() if value is not None}
+        for option in ("env", "preset", "algorithm"):
+            if not isinstance(given[option], str):
+                raise ValueError(f"{option} must be a name, got {given[option]!r}.")
+        env = envs.make(given["env"])
+        if given["preset"] not in PRESETS:
+            raise ValueError(unknown("preset", given["preset"], PRESETS))
+        name = next((each for each in ALGORITHMS if plain_name(each) == plain_name(given["algorithm"])), None)
         if name is None:
-            raise ValueError(unknown("algorithm", self.algorithm, ALGORITHMS))
+            raise ValueError(unknown("algorithm", given["algorithm"], ALGORITHMS))
         algorithm = ALGORITHMS[name]
-        values: dict[str, Any] = TASKS.get(self.env, {}) | PRESETS[self.preset] | {"horizon": env.horizon}
-        values |= self._without_effect(name, algorithm)
-        values |= {option: value for option, value in vars(self).items() if value is not None}
-        values |= {"algorithm": name, "num_agents": values.get("num_agents", 1 if algorithm.single else 13)}
-        if "num_byzantine" not in values and isinstance(values["num_agents"], int):
-            values["num_byzantine"] = max(0, (values["num_agents"] - 1) // 4)
+        values: dict[str, Any] = TASKS.get(env.name, {}) | PRESETS[given["preset"]] | {"horizon": env.horizon}
+        values |= {"num_agents": 1 if algorithm.single else 13, **self._without_effect(name, algorithm), **given}
+        values["algorithm"] = name
+        if "num_byzantine" not in values:
+            num_agents = values["num_agents"]
+            values["num_byzantine"] = max(0, (num_agents - 1) // 4) if isinstance(num_agents, int) else 0
         for option, family in FAMILIES.items():
             if isinstance(values[option], str):
                 values[option] = parse(family, values[option])
         if values["num_byzantine"] == 0:
             values["attack"] = NoAttack()
         # What theory prescribes is computed from the other options, once they are known to be sound.
-        by_theory = {option for option in ("switch_probability", "rounds") if values[option] == "theory"}
+        by_theory = {option for option in ("switch_probability", "rounds") if isinstance(values[option], str)}
+        for option in by_theory:
+            if values[option] != "theory":
+                raise ValueError(f"{option} must be a number or 'theory', got {values[option]!r}.")
         placeholders: dict[str, Any] = dict.fromkeys(by_theory, 1)
         settings = Settings(**(values | placeholders))
         if "switch_probability" in by_theory:
@@ -234,30 +251,34 @@ class Settings:
     hidden: tuple[int, ...]
     activation: Literal["relu", "tanh", "elu", "silu"]
     output_tanh: bool
+    bias_bound: Literal["inputs", "outputs"]
     horizon: int
     discount: float
     output: Literal["last", "uniform"]
 
     def __post_init__(self) -> None:
         for option, hint in get_type_hints(Settings).items():
-            value, choices = getattr(self, option), [each for each in get_args(hint) if isinstance(each, str)]
-            choices += [each for part in get_args(hint) for each in get_args(part)]
+            value = getattr(self, option)
+            parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            choices = [each for part in parts if get_origin(part) is Literal for each in get_args(part)]
             if not fits(value, hint) or (isinstance(value, str) and choices and value not in choices):
-                wanted = f"one of {', '.join(choices)}" if get_origin(hint) is Literal else type_name(hint)
-                raise ValueError(f"{option} must be {wanted}; got {value!r}.")
+                types = [type_name(part) for part in parts if get_origin(part) is not Literal]
+                raise ValueError(f"{option} must be {' or '.join([*types, *map(repr, choices)])}; got {value!r}.")
         for option in ("num_agents", "num_seeds", "trajectories", "large_batch", "small_batch", "horizon"):
             if getattr(self, option) < 1:
                 raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}.")
         for option in ("num_byzantine", "seed", "rounds"):
             if getattr(self, option) < 0:
                 raise ValueError(f"{option} must not be negative, got {getattr(self, option)}.")
+        if self.seed + self.num_seeds > 2**31:
+            raise ValueError(f"seed + num_seeds must be at most 2³¹, got {self.seed} + {self.num_seeds}.")
         for option in ("switch_probability", "discount"):
             if not 0 < getattr(self, option) <= 1:
                 raise ValueError(f"{option} must lie in (0, 1], got {getattr(self, option)}.")
         if self.small_batch > self.large_batch:
             raise ValueError(f"small_batch must be at most large_batch = {self.large_batch}, got {self.small_batch}.")
         if not 0 < self.step_size < inf:
-            raise ValueError(f"step_size must be positive, got {self.step_size}.")
+            raise ValueError(f"step_size must be positive and finite, got {self.step_size}.")
         if self.gate != "health" and not 0 <= self.gate <= 1:
             raise ValueError(f"gate must lie in [0, 1], or be 'health'; got {self.gate}.")
         if ALGORITHMS[self.algorithm].single and self.num_agents > 1:
@@ -266,14 +287,21 @@ class Settings:
         self.aggregator.check(self.num_agents, self.num_byzantine)
         if self.rounds:
             self.agreement.check(self.num_agents, self.num_byzantine)
-        self.byzantine_set(self.num_agents, self.num_byzantine, 0, jax.random.key(0))
+        jax.eval_shape(lambda: self.byzantine_set(self.num_agents, self.num_byzantine, 0, jax.random.key(0)))
         self.bound_policy()
 
     def bound_policy(self) -> Policy:
         """The policy, fitted to the task."""
         env = envs.make(self.env)
-        network = (self.hidden, self.activation, self.output_tanh)
-        return policy_for(self.policy, env.observation_size, env.action_space, *network)
+        return policy_for(
+            self.policy,
+            env.observation_size,
+            env.action_space,
+            hidden=self.hidden,
+            activation=self.activation,
+            output_tanh=self.output_tanh,
+            bias_bound=self.bias_bound,
+        )
 
     def simulation(self) -> Simulation:
         """The federation and the seeds this describes."""

@@ -1,5 +1,7 @@
 """A trained policy in the real Gymnasium environment."""
 
+import os
+
 import jax
 import numpy as np
 
@@ -13,10 +15,12 @@ def evaluate(
 
     Actions are the most likely ones or, with `sample`, drawn from the policy.
     """
+    missing = "playing needs Gymnasium and what it draws with: pip install 'byzpg[gymnasium]'."
     try:
         import gymnasium  # an extra, and slow to import
     except ImportError:
-        raise ValueError("playing needs Gymnasium: pip install 'byzpg[gymnasium]'.") from None
+        raise ValueError(missing) from None
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures stay in memory; looking for a screen, SDL complains
     environment = gymnasium.make(env, render_mode="rgb_array")
     returns, frames = [], []
     try:
@@ -30,6 +34,8 @@ def evaluate(
                 observation, reward, terminated, truncated, _ = environment.step(policy.act(observation, key))
                 total, step, ended = total + float(reward), step + 1, terminated or truncated
             returns.append(total)
+    except gymnasium.error.DependencyNotInstalled:
+        raise ValueError(missing) from None
     finally:
         environment.close()
     return np.asarray(returns), frames

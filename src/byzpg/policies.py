@@ -6,8 +6,10 @@ at every step. Functions are written for one θ and observations [..., features]
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import reduce
+from itertools import accumulate, pairwise
 from math import log, pi, prod
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +32,13 @@ class Policy(Component):
     hidden: tuple[int, ...] = (16, 16)
     activation: str = "relu"
     output_tanh: bool = False  # the paper's: bounds the outputs to ±1, and with them the action probabilities
+    bias_bound: Literal["inputs", "outputs"] = "inputs"  # biases start uniform in ±1/√(a layer's inputs, or outputs)
 
     def __post_init__(self) -> None:
         for size in self.hidden:
             check_count(self, hidden=size)
         check_choice(self, "activation", self.activation, tuple(ACTIVATIONS))
+        check_choice(self, "bias_bound", self.bias_bound, ("inputs", "outputs"))
 
     @property
     @abstractmethod
@@ -56,15 +60,12 @@ class Policy(Component):
         return sum(prod(shape) for shape in self._shapes)
 
     def initial(self, key: Array) -> Array:
-        """θ_0 [d]: weights and biases uniform in ±1/√(inputs), as in the published experiments."""
-        parts, inputs = [], 1
-        for index, shape in enumerate(self._shapes):
+        """θ_0 [d]: weights uniform in ±1/√(inputs), biases as `bias_bound` says."""
+        bounds, inputs = [], 1
+        for shape in self._shapes:
             inputs = shape[0] if len(shape) == 2 else inputs  # a bias follows its matrix
-            bound = inputs**-0.5
-            parts.append(
-                jax.random.uniform(jax.random.fold_in(key, index), (prod(shape),), minval=-bound, maxval=bound)
-            )
-        return jnp.concatenate(parts)
+            bounds += prod(shape) * [(shape[0] if self.bias_bound == "outputs" else inputs) ** -0.5]
+        return jax.random.uniform(key, (len(bounds),), minval=-1) * jnp.asarray(bounds)
 
     def unflatten(self, parameters: Array) -> Weights:
         """The weights [in, out] and biases [out] that lie in θ [d] one after the other."""
@@ -112,9 +113,15 @@ class CategoricalMLP(Policy):
         return 1
 
     def draw(self, weights: Weights, outputs: Array, noise: Array) -> Array:
-        # The inverse of the distribution function: how many of its steps the draw has passed.
-        passed = jnp.cumsum(jax.nn.softmax(outputs), axis=-1)[..., :-1] <= noise
-        return jnp.sum(passed, axis=-1, dtype=jnp.int32)
+        # The inverse of the distribution function: how many of its steps the draw has passed. Action by action, since
+        # a compiler makes one loop of that and the step around it, but not of reductions over a short axis.
+        scores = [outputs[..., action] for action in range(self.num_actions)]
+        largest = reduce(jnp.maximum, scores)
+        steps = list(accumulate(jnp.exp(score - largest) for score in scores))
+        height = noise[..., 0] * steps[-1]
+        return sum(
+            ((step <= height).astype(jnp.int32) for step in steps[:-1]), start=jnp.zeros(height.shape, jnp.int32)
+        )
 
     def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
         # A sum over a mask instead of a gather: its gradient is a product, not a scatter.
@@ -167,20 +174,13 @@ class GaussianMLP(Policy):
         return outputs
 
 
-def policy_for(
-    kind: str,
-    observation_size: int,
-    action_space: Space,
-    hidden: tuple[int, ...],
-    activation: str,
-    output_tanh: bool,
-) -> Policy:
-    """The policy of that kind ("auto": the one that fits) for a task's observations and actions."""
+def policy_for(kind: str, observation_size: int, action_space: Space, **network: Any) -> Policy:
+    """The policy of that kind ("auto": the one that fits) for a task, with the options of `Policy` in `network`."""
     fitting = "categorical" if isinstance(action_space, Discrete) else "gaussian"
     if kind not in ("auto", "categorical", "gaussian"):
         raise ValueError(f"policy must be auto, categorical or gaussian; got {kind!r}.")
     if kind not in ("auto", fitting):
         raise ValueError(f"policy = {kind} does not fit {action_space}: use policy = {fitting} (or auto).")
     if isinstance(action_space, Discrete):
-        return CategoricalMLP(observation_size, hidden, activation, output_tanh, action_space.num_actions)
-    return GaussianMLP(observation_size, hidden, activation, output_tanh, action_space.size)
+        return CategoricalMLP(observation_size, num_actions=action_space.num_actions, **network)
+    return GaussianMLP(observation_size, action_size=action_space.size, **network)

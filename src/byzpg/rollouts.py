@@ -90,13 +90,11 @@ def rollout(
 
         return jax.vmap(of_agent, out_axes=1)(keys_of[:, purpose])
 
-    def keys_at(purpose: int, time: Array) -> Array:
-        return jax.vmap(jax.random.fold_in, (0, None))(keys_of[:, purpose], time)
+    def keys_at(purpose: int, when: Array) -> Array:
+        return jax.vmap(jax.random.fold_in, (0, None))(keys_of[:, purpose], when)
 
-    def step(
-        carry: tuple[Any, Array], given: tuple[Array, Array, Array]
-    ) -> tuple[tuple[Any, Array], tuple[Array, ...]]:
-        (state, alive), (time, noise, mischief) = carry, given
+    def step(carry: tuple[Any, ...], given: tuple[Array, ...]) -> tuple[tuple[Any, ...], tuple[Array, ...]]:
+        (state, alive, lengths), (time, noise, mischief) = carry, given
         seen = env.observe(state)
         outputs = jax.vmap(policy.outputs)(weights, seen)
         action = jax.vmap(policy.draw)(weights, outputs, noise[..., : policy.noise_size])
@@ -106,10 +104,8 @@ def rollout(
         moved, reward, terminated = env.step(state, action, noise[..., policy.noise_size :])
         # An episode that has ended stays where it ended: stepping on could overflow.
         state = jax.tree.map(lambda new, old: _where(alive, new, old), moved, state)
-        noted = reward
-        if poisoned is not None and byzantine is not None:
-            noted = _where(byzantine, jax.vmap(poisoned.record)(reward, keys_at(RECORD, time)), reward)
-        return (state, alive & ~terminated & (time + 1 < horizon)), (alive, reward, seen, action, noted, outputs)
+        carry = (state, alive & ~terminated & (time + 1 < horizon), lengths + alive)
+        return carry, (seen, action, outputs, reward)
 
     def play_piece(carry: tuple[Array, tuple, Episodes]) -> tuple[Array, tuple, Episodes]:
         piece, playing, episodes = carry
@@ -117,7 +113,11 @@ def rollout(
         mischief = draws(MISCHIEF, piece, env.action_space.noise_size if poisoned else 0)
         noise = draws(NOISE, piece, policy.noise_size + env.noise_size)
         playing, played = lax.scan(step, playing, (times, noise, mischief))
-        alive, reward, seen, action, noted, outputs = (jnp.moveaxis(each, 0, 2) for each in played)
+        seen, action, outputs, reward = (jnp.moveaxis(each, 0, 2) for each in played)
+        alive = times < playing[2][..., None]
+        noted = reward
+        if poisoned is not None and byzantine is not None:
+            noted = _where(byzantine, jax.vmap(poisoned.record)(reward, keys_at(RECORD, piece)), reward)
         log_probability = jax.vmap(policy.log_probability)(weights, outputs, action)
 
         def write(buffer: Array, values: Array) -> Array:
@@ -128,14 +128,14 @@ def rollout(
             actions=write(episodes.actions, action),
             rewards=write(episodes.rewards, jnp.where(alive, noted, 0)),
             log_probabilities=write(episodes.log_probabilities, jnp.where(alive, log_probability, 0)),
-            lengths=episodes.lengths + jnp.sum(alive, axis=2),
+            lengths=playing[2],
             returns=episodes.returns + jnp.sum(jnp.where(alive, reward, 0), axis=2),
             steps=episodes.steps,
         )
         return piece + 1, playing, episodes
 
     def any_left(carry: tuple[Array, tuple, Episodes]) -> Array:
-        piece, (_, alive), _ = carry
+        piece, (_, alive, _), _ = carry
         return (piece < clock.num_spans * PIECES) & jnp.any(alive)
 
     def reset(key: Array) -> Any:
@@ -153,7 +153,7 @@ def rollout(
         returns=jnp.zeros(shape),
         steps=jnp.asarray(0),
     )
-    start = (jax.vmap(reset)(keys_of[:, RESET]), jnp.ones(shape, bool))
+    start = (jax.vmap(reset)(keys_of[:, RESET]), jnp.ones(shape, bool), episodes.lengths)
     _, _, episodes = lax.while_loop(any_left, play_piece, (jnp.asarray(0), start, episodes))
     return replace(episodes, steps=jnp.max(episodes.lengths))
 

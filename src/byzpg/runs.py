@@ -103,8 +103,9 @@ class RunDirectory:
     def create(cls, path: Path, settings: Settings) -> "RunDirectory":
         """A new run's directory; one that holds anything already is never touched."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            what = "holds a run already" if (path / "config.json").exists() else "exists and is not an empty directory"
-            raise ValueError(f"{path} {what}: choose another directory (or `byzpg resume {path}` to continue it).")
+            if (path / "config.json").exists():
+                raise ValueError(f"{path} holds a run already: choose another directory, or `byzpg resume {path}`.")
+            raise ValueError(f"{path} is not an empty directory: choose another one.")
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
         directory._write_json("provenance.json", _provenance())
@@ -173,7 +174,7 @@ class RunDirectory:
     def _read_arrays(self, name: str) -> dict[str, np.ndarray]:
         path = self.path / name
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return dict(arrays)
         except (OSError, ValueError, BadZipFile, EOFError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None

@@ -92,7 +92,7 @@ class Simulation:
 
     def start(self) -> SimulationState:
         """The state before iteration 0: per seed one θ_0, common to all agents."""
-        return self.placed(_start(self._keys(INITIAL), self.federation))
+        return self.placed(_start(jnp.asarray(self.seeds), self.federation))
 
     def placed(self, state: SimulationState) -> SimulationState:
         """The state where `run` leaves it: from elsewhere, a second program would be compiled for the next block."""
@@ -110,7 +110,8 @@ class Simulation:
         The state handed in is consumed. One program is compiled per length of `batches`.
         """
         with clear_search_errors():
-            keys = Keys(self._keys(SCHEDULE), self._keys(ITERATIONS))
+            seeds = jnp.asarray(self.seeds)
+            keys = Keys(_keys(seeds, SCHEDULE), _keys(seeds, ITERATIONS))
             coins = (jnp.asarray(batches), jnp.asarray(output_iteration))
             return jax.block_until_ready(_run_block(state, keys, *coins, self.federation, self._mesh()))
 
@@ -120,19 +121,25 @@ class Simulation:
         num_devices = max(n for n in range(1, len(devices) + 1) if len(self.seeds) % n == 0)
         return Mesh(np.asarray(devices[:num_devices]), "seed")
 
-    def _keys(self, purpose: int) -> Array:
-        return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), purpose))(jnp.asarray(self.seeds))
+
+@partial(jax.jit, static_argnames="purpose")
+def _keys(seeds: Array, purpose: int) -> Array:
+    return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), purpose))(seeds)
 
 
 @partial(jax.jit, static_argnames="federation")
-def _start(keys: Array, federation: Federation) -> SimulationState:
-    parameters = jnp.repeat(jax.vmap(federation.agent.policy.initial)(keys), federation.num_holders, axis=0)
-    agents = _split(federation.agent.initial(parameters), len(keys))
+def _start(seeds: Array, federation: Federation) -> SimulationState:
+    initial = jax.vmap(federation.agent.policy.initial)(_keys(seeds, INITIAL))
+    agents = _split(federation.agent.initial(jnp.repeat(initial, federation.num_holders, axis=0)), len(seeds))
     return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
 
 
-# Both halve the time of compilation, the one on CPUs and the other on GPUs, and cost no measurable speed afterwards.
-QUICK_COMPILATION = {"xla_backend_optimization_level": 1, "xla_gpu_enable_triton_gemm": False}
+# Shorter compilation, on CPUs by the first and on GPUs by the others, for programs that then run about as fast.
+QUICK_COMPILATION = {
+    "xla_backend_optimization_level": 1,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_autotune_level": 0,
+}
 
 
 @partial(jax.jit, static_argnames=("federation", "mesh"), donate_argnames="state", compiler_options=QUICK_COMPILATION)

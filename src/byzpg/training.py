@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from byzpg.config import Config, Settings
 from byzpg.runs import Checkpoint, Run, RunDirectory
-from byzpg.simulate import LARGE, SKIP, SMALL, Simulation, SimulationState
+from byzpg.simulate import LARGE, SKIP, SMALL, Metrics, Simulation, SimulationState
 
 # Iterations between two looks at the clock: few enough for Ctrl-C, enough to hide the way to the host and back.
 BLOCK = 8
@@ -82,11 +82,14 @@ def load(directory: str | Path) -> Run:
 
 
 def _restored(simulation: Simulation, checkpoint: Checkpoint) -> SimulationState:
-    fresh = simulation.start()
-    leaves, structure = jax.tree.flatten(fresh)
-    shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-    if shapes != [(leaf.shape, leaf.dtype) for leaf in checkpoint.state]:
-        raise ValueError("the checkpoint does not fit the configuration: its arrays have other shapes.")
+    leaves, structure = jax.tree.flatten(simulation.start())
+    columns = {column.name: (len(simulation.seeds), checkpoint.iteration) for column in fields(Metrics)}
+    fits = [(leaf.shape, leaf.dtype) for leaf in leaves] == [(leaf.shape, leaf.dtype) for leaf in checkpoint.state]
+    if not fits or columns != {name: values.shape for name, values in checkpoint.metrics.items()}:
+        raise ValueError(
+            "the checkpoint does not fit this version of byzpg: its arrays have other names or shapes. "
+            "Go on with the version that provenance.json names, or train anew in another directory."
+        )
     return simulation.placed(jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in checkpoint.state]))
 
 

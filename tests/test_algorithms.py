@@ -1,0 +1,78 @@
+"""The agent's own steps, against their definitions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from byzpg import Config
+from byzpg.algorithms import Agent
+
+STEP = 0.05
+KEY = jax.random.key(0)
+
+
+def agent(**options: Any) -> Agent:
+    tiny: dict[str, Any] = {"hidden": (3,), "step_size": STEP, "horizon": 10}
+    return Config(**(tiny | options)).resolved().simulation().federation.agent
+
+
+def draws(number: int, dimension: int) -> np.ndarray:
+    """Directions [step, agent, d]."""
+    return np.random.default_rng(0).normal(size=(number, 2, dimension)).astype(np.float32)
+
+
+def test_sgd_goes_up_the_direction_and_keeps_the_parameters_from_before() -> None:
+    learner = agent(optimizer="sgd")
+    first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
+    (direction,) = draws(1, first.shape[1])
+    state = learner.advance(learner.initial(first), jnp.asarray(direction))
+    np.testing.assert_allclose(state.parameters, first + STEP * direction, rtol=1e-6)
+    np.testing.assert_array_equal(state.previous, first)
+    np.testing.assert_array_equal(state.direction, direction)
+
+
+def test_adam_is_adam_upwards_with_a_state_of_its_own_for_each_agent() -> None:
+    """Kingma & Ba 2015, β = (0.9, 0.999), ε = 1e-8, in float64."""
+    learner = agent(optimizer="adam")
+    first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
+    state = learner.initial(first)
+    expected, mean, square = np.asarray(first, float), 0.0, 0.0
+    for step, direction in enumerate(draws(4, first.shape[1]), start=1):
+        before = state.parameters
+        state = learner.advance(state, jnp.asarray(direction))
+        mean, square = 0.9 * mean + 0.1 * direction, 0.999 * square + 0.001 * np.square(direction, dtype=float)
+        expected = expected + STEP * (mean / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
+        np.testing.assert_array_equal(state.previous, before)
+    np.testing.assert_allclose(state.parameters, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_after_agreement_the_direction_is_the_realized_one_for_sgd_alone(optimizer: str) -> None:
+    learner = agent(optimizer=optimizer)
+    first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
+    direction, agreed = map(jnp.asarray, draws(2, first.shape[1]))
+    state = learner.settle(first, learner.advance(learner.initial(first), direction), agreed)
+    np.testing.assert_array_equal(state.parameters, agreed)
+    np.testing.assert_array_equal(state.previous, first)
+    expected = (agreed - first) / STEP if optimizer == "sgd" else direction
+    np.testing.assert_array_equal(state.direction, expected)
+
+
+def test_a_snapshot_taken_after_the_update_makes_small_batches_repeat_the_direction() -> None:
+    """The published script's: θ_{t−1} = θ_t, so ω = 1 and both gradients of the small batch cancel."""
+    learner = agent(snapshot="after", importance="ImportanceWeights()", output_tanh=True)
+    state = learner.initial(jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2)))
+    (direction,) = draws(1, state.parameters.shape[1])
+    state = learner.advance(state, jnp.asarray(direction))
+    np.testing.assert_array_equal(state.previous, state.parameters)
+    state = learner.settle(state.parameters, state, state.parameters + 1)
+    np.testing.assert_array_equal(state.previous, state.parameters)
+    attack = Config(attack="NoAttack").resolved().attack
+    estimate, sampled = jax.jit(
+        lambda state, keys: learner.estimate(state, keys, large=False, attack=attack, byzantine=None)
+    )(state, jax.random.split(KEY, 2))
+    np.testing.assert_allclose(estimate, direction, atol=1e-4)
+    np.testing.assert_allclose(sampled.health.largest, 1, rtol=1e-5)

@@ -1,0 +1,332 @@
+"""Configurations: what presets fill in, what files hold, what survives the way to the disk, and what is refused."""
+
+import json
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from byzpg import agreement
+from byzpg.aggregators import NNM, RFA, Bucketing, Mean, TrimmedMean
+from byzpg.agreement import GDA, NoAgreement
+from byzpg.algorithms import ALGORITHMS
+from byzpg.attacks import IPM, AvgZero, FixedSet, NoAttack, RotatingSet
+from byzpg.config import PRESETS, Config, Settings
+from byzpg.gradients import GPOMDP, REINFORCE, ImportanceWeights
+
+# The task table of the paper, which all presets share.
+TASK = {"horizon": 500, "discount": 0.999, "hidden": (16, 16), "large_batch": 50, "small_batch": 4}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "paper": {
+        "optimizer": "adam",
+        "step_size": 5e-3,
+        "switch_probability": 0.2,
+        "activation": "relu",
+        "output_tanh": True,
+        "estimator": GPOMDP(baseline="none"),
+        "importance": ImportanceWeights(mode="trajectory", cap=None),
+        "gate": 1.0,
+        "snapshot": "before",
+        "aggregator": RFA(),
+        "agreement": agreement.MDA(),
+        "output": "last",
+    },
+    "theory": {
+        "optimizer": "sgd",
+        "switch_probability": 1 / 50,
+        "rounds": 21,  # ⌈log2(50 · 13 · 50²)⌉
+        "snapshot": "before",
+        "importance": ImportanceWeights(),
+        "gate": 1.0,
+        "output": "uniform",
+    },
+    "script": {
+        "optimizer": "adam",
+        "step_size": 5e-4,
+        "switch_probability": 0.2,
+        "activation": "tanh",
+        "output_tanh": True,
+        "snapshot": "after",
+        "aggregator": RFA.reference(),
+        "output": "last",
+    },
+    "tuned": {
+        "optimizer": "adam",
+        "output_tanh": False,
+        "estimator": GPOMDP(baseline="leave-one-out"),
+        "importance": ImportanceWeights(cap=1.0),
+        "snapshot": "before",
+        "output": "last",
+    },
+}
+
+
+def chosen(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
+    return {option: getattr(settings, option) for option in options}
+
+
+def test_the_table_has_every_preset() -> None:
+    assert set(EXPECTED) == set(PRESETS)
+
+
+@pytest.mark.parametrize("preset", EXPECTED)
+def test_presets_fill_in_what_is_left_out(preset: Any) -> None:
+    expected = TASK | EXPECTED[preset]
+    assert chosen(Config(preset=preset).resolved(), expected) == expected
+
+
+@pytest.mark.parametrize("preset", EXPECTED)
+def test_what_is_given_comes_before_the_preset(preset: Any) -> None:
+    given: dict[str, Any] = {
+        "num_agents": 9,
+        "num_byzantine": 1,
+        "seed": 3,
+        "num_seeds": 2,
+        "trajectories": 100,
+        "aggregator": TrimmedMean(),
+        "agreement": GDA(),
+        "rounds": 4,
+        "large_batch": 20,
+        "small_batch": 3,
+        "switch_probability": 0.5,
+        "estimator": REINFORCE(),
+        "importance": ImportanceWeights(mode="per-decision", cap=2.0),
+        "gate": 0.0,
+        "snapshot": "after" if PRESETS[preset]["snapshot"] == "before" else "before",
+        "optimizer": "sgd" if PRESETS[preset]["optimizer"] == "adam" else "adam",
+        "step_size": 0.125,
+        "hidden": (3,),
+        "activation": "elu",
+        "output_tanh": not PRESETS[preset]["output_tanh"],
+        "horizon": 30,
+        "discount": 0.5,
+        "output": "last" if PRESETS[preset]["output"] == "uniform" else "uniform",
+    }
+    assert chosen(Config(preset=preset, **given).resolved(), given) == given
+
+
+@pytest.mark.parametrize(("num_agents", "large_batch"), [(13, 50), (5, 6), (1, 7), (16, 64)])
+def test_theory_prescribes_the_switch_and_the_rounds(num_agents: int, large_batch: int) -> None:
+    """p = 1/N and κ = ⌈log2(NK/p²)⌉; either can be had alone."""
+    size: dict[str, Any] = {"num_agents": num_agents, "large_batch": large_batch}
+    settings = Config(preset="theory", **size).resolved()
+    assert settings.switch_probability == 1 / large_batch
+    assert settings.rounds == math.ceil(math.log2(large_batch * num_agents * large_batch**2))
+    mixed = Config(rounds="theory", switch_probability=0.25, **size).resolved()
+    assert (mixed.switch_probability, mixed.rounds) == (0.25, math.ceil(math.log2(large_batch * num_agents * 16)))
+    assert Config(switch_probability="theory", **size).resolved().switch_probability == 1 / large_batch
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (13, 3)),
+        ({"algorithm": "Dec-PAGE-PG"}, (13, 3)),
+        ({"algorithm": "PAGE-PG"}, (1, 0)),
+        ({"num_agents": 4}, (4, 0)),
+        ({"num_agents": 5}, (5, 1)),
+        ({"num_agents": 8}, (8, 1)),
+        ({"num_agents": 9}, (9, 2)),
+        ({"num_agents": 9, "num_byzantine": 0}, (9, 0)),
+    ],
+)
+def test_how_many_agents_and_liars(given: dict[str, Any], expected: tuple[int, int]) -> None:
+    settings = Config(**given).resolved()
+    assert (settings.num_agents, settings.num_byzantine) == expected
+    assert settings.attack == (AvgZero() if settings.num_byzantine else NoAttack())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_algorithms_have_only_their_own_rules(algorithm: str) -> None:
+    settings = Config(algorithm=algorithm, preset="paper").resolved()
+    assert settings.aggregator == (RFA() if algorithm in ("ByzPG", "DecByzPG") else Mean())
+    assert settings.agreement == (agreement.MDA() if algorithm == "DecByzPG" else NoAgreement())
+    assert (settings.rounds > 0) == (algorithm == "DecByzPG")
+    assert Config(algorithm=algorithm.lower().replace("-", "_"), preset="paper").resolved() == settings
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_settings_survive_the_way_through_a_file(preset: Any, algorithm: str) -> None:
+    settings = Config(preset=preset, algorithm=algorithm).resolved()
+    assert Config.of(json.loads(json.dumps(settings.as_data())), "test").resolved() == settings
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(aggregator=NNM(Bucketing(RFA(start="zero"), size=2)), agreement="TrimmedMeanAgreement"),
+        Config(attack=IPM(epsilon=0.5), byzantine_set=FixedSet(members=(0, 3, 7)), hidden=(), gate="health"),
+        Config(num_byzantine=0, byzantine_set=RotatingSet(period=3), importance=ImportanceWeights(cap=2), rounds=0),
+    ],
+)
+def test_options_survive_the_way_through_a_file(config: Config) -> None:
+    settings = config.resolved()
+    assert Config.of(json.loads(json.dumps(settings.as_data())), "test").resolved() == settings
+
+
+def test_components_go_by_name_or_as_objects() -> None:
+    by_name = Config(
+        attack="ipm(epsilon=0.5)",
+        byzantine_set="RotatingSet(period=2)",
+        aggregator="NNM(trimmed-mean)",
+        agreement="gda",
+        estimator="REINFORCE",
+        importance="ImportanceWeights(mode='per-decision')",
+        num_byzantine=2,
+    )
+    as_objects = Config(
+        attack=IPM(epsilon=0.5),
+        byzantine_set=RotatingSet(period=2),
+        aggregator=NNM(TrimmedMean()),
+        agreement=GDA(),
+        estimator=REINFORCE(),
+        importance=ImportanceWeights(mode="per-decision"),
+        num_byzantine=2,
+    )
+    assert by_name.resolved() == as_objects.resolved()
+
+
+def test_none_is_left_out() -> None:
+    nothing: dict[str, Any] = {option.name: None for option in fields(Config)}
+    assert Config(**nothing).resolved() == Config().resolved()
+
+
+# Files
+
+
+def test_a_toml_and_a_json_file_say_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(
+        'algorithm = "ByzPG"\nnum_agents = 7\nattack = "SignFlip(scale=2.0)"\nhidden = [8, 4]\nstep_size = 1e-3\n'
+        'output_tanh = true\nrounds = 0\nswitch_probability = "theory"\n'
+    )
+    values = {
+        "algorithm": "ByzPG",
+        "num_agents": 7,
+        "attack": "SignFlip(scale=2.0)",
+        "hidden": [8, 4],
+        "step_size": 1e-3,
+        "output_tanh": True,
+        "rounds": 0,
+        "switch_probability": "theory",
+        "gate": None,
+    }
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    toml, plain = Config.load(tmp_path / "a.toml"), Config.load(tmp_path / "a.json")
+    assert toml == plain
+    assert toml.resolved().hidden == (8, 4)
+    assert toml.resolved().switch_probability == 1 / 50
+    assert toml.preset == "tuned"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("a.toml", b"num_agnts = 5", ["a.toml", "'num_agnts'", "Did you mean 'num_agents'?"]),
+        ("a.json", b'{"num_agents": 5, "stepsize": 1}', ["a.json", "'stepsize'", "Did you mean 'step_size'?"]),
+        ("a.toml", b"[training]\nnum_agents = 5", ["no option 'training'"]),
+        ("a.toml", b"num_agents = \n", ["a.toml cannot be read", "line 1"]),
+        ("a.json", b'{"num_agents": 5', ["a.json cannot be read", "line 1"]),
+        ("a.json", b"[1, 2]", ["a.json must be a table of options, got list"]),
+        ("a.toml", b"env = '\xff'", ["a.toml cannot be read"]),
+        ("a.toml", None, ["a.toml cannot be read", "No such file"]),
+    ],
+)
+def test_bad_files(name: str, content: bytes | None, parts: list[str], tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(parts[0])) as caught:
+        Config.load(tmp_path / name)
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        Config.load(tmp_path)
+
+
+# Bad input: the value, the rule it breaks, the fix.
+
+BAD: list[tuple[dict[str, Any], list[str]]] = [
+    ({"num_byzantine": 7}, ["RFA()", "f < K/2", "7 of 13", "num_byzantine ≤ 6"]),
+    ({"num_byzantine": 4}, ["MDA()", "f < K/4", "4 of 13", "num_byzantine ≤ 3"]),
+    ({"num_byzantine": 3, "agreement": "GDA"}, ["GDA()", "f < K/5", "3 of 13", "num_byzantine ≤ 2"]),
+    ({"num_byzantine": 4, "algorithm": "ByzPG", "aggregator": "Krum"}, ["Krum()", "4 of 13", "num_byzantine ≤ 3"]),
+    ({"num_byzantine": 13, "algorithm": "Dec-PAGE-PG"}, ["Mean()", "f < K", "13 of 13"]),
+    ({"num_byzantine": -1}, ["num_byzantine must not be negative", "-1"]),
+    ({"small_batch": 51}, ["small_batch must be at most large_batch = 50", "51"]),
+    ({"large_batch": 3}, ["small_batch must be at most large_batch = 3", "4"]),
+    ({"switch_probability": 0.0}, ["switch_probability must lie in (0, 1]", "0.0"]),
+    ({"switch_probability": -0.1}, ["switch_probability must lie in (0, 1]", "-0.1"]),
+    ({"switch_probability": 1.01}, ["switch_probability must lie in (0, 1]", "1.01"]),
+    ({"switch_probability": math.nan}, ["switch_probability must lie in (0, 1]", "nan"]),
+    ({"switch_probability": "often"}, ["switch_probability must be a number or 'theory'", "'often'"]),
+    ({"env": "CartPole"}, ["no environment 'CartPole'", "Did you mean 'CartPole-v1'?"]),
+    ({"env": 3}, ["env must be a name", "3"]),
+    ({"algorithm": "DecByz"}, ["no algorithm 'DecByz'", "Did you mean 'DecByzPG'?"]),
+    ({"algorithm": 3}, ["algorithm must be a name", "3"]),
+    ({"preset": "tunde"}, ["no preset 'tunde'", "Did you mean 'tuned'?"]),
+    ({"preset": ()}, ["preset must be a name", "()"]),
+    ({"aggregator": "RFAA"}, ["no aggregator 'RFAA'", "Did you mean 'RFA'?"]),
+    ({"aggregator": "RFA(smoothin=1)"}, ["no option 'smoothin'", "Did you mean 'smoothing'?"]),
+    ({"aggregator": RFA}, ["aggregator must be Aggregator", "RFA"]),
+    ({"aggregator": GDA()}, ["aggregator must be Aggregator", "GDA()"]),
+    ({"agreement": "MDB"}, ["no agreement 'MDB'", "Did you mean 'MDA'?"]),
+    ({"attack": "AvgZer"}, ["no attack 'AvgZer'", "Did you mean 'AvgZero'?"]),
+    ({"attack": "AvgZer", "num_byzantine": 0}, ["no attack 'AvgZer'"]),
+    ({"byzantine_set": "FixSet"}, ["no byzantine set 'FixSet'", "Did you mean 'FixedSet'?"]),
+    ({"byzantine_set": FixedSet(members=(0, 1, 13))}, ["members must be 3 different agents of 0 to 12", "(0, 1, 13)"]),
+    ({"estimator": "GPOMD"}, ["no estimator 'GPOMD'", "Did you mean 'GPOMDP'?"]),
+    ({"small_batch": 1}, ["leave-one-out", "at least 2", "got 1"]),
+    ({"importance": "ImportanceWeights(cap=0.0)"}, ["cap must be positive", "0.0"]),
+    ({"policy": "gaussian"}, ["policy = gaussian does not fit", "use policy = categorical"]),
+    ({"policy": "softmax"}, ["policy must be 'auto' or 'categorical' or 'gaussian'", "'softmax'"]),
+    ({"algorithm": "PAGE-PG", "num_agents": 3}, ["PAGE-PG is one agent alone", "num_agents must be 1", "3"]),
+    ({"algorithm": "Dec-PAGE-PG", "aggregator": "RFA"}, ["aggregator = RFA", "Dec-PAGE-PG", "ByzPG or DecByzPG"]),
+    ({"algorithm": "Dec-PAGE-PG", "aggregator": RFA()}, ["aggregator = RFA()", "leave it out"]),
+    ({"algorithm": "ByzPG", "agreement": "MDA"}, ["agreement = MDA", "ByzPG", "leave it out", "use DecByzPG"]),
+    ({"algorithm": "Fed-PAGE-PG", "rounds": 5}, ["rounds = 5", "Fed-PAGE-PG", "leave it out", "use DecByzPG"]),
+    ({"hidden": 16}, ["hidden must be tuple[int, ...]", "16"]),
+    ({"hidden": (16, 2.5)}, ["hidden must be tuple[int, ...]", "(16, 2.5)"]),
+    ({"hidden": (16, 0)}, ["hidden must be a positive whole number", "0"]),
+    ({"rounds": 2.5}, ["rounds must be int", "2.5"]),
+    ({"rounds": "many"}, ["rounds must be a number or 'theory'", "'many'"]),
+    ({"rounds": -1}, ["rounds must not be negative", "-1"]),
+    ({"gate": "abc"}, ["gate must be float or 'health'", "'abc'"]),
+    ({"gate": 1.5}, ["gate must lie in [0, 1]", "1.5"]),
+    ({"gate": math.nan}, ["gate must lie in [0, 1]", "nan"]),
+    ({"num_agents": "13"}, ["num_agents must be int", "'13'"]),
+    ({"num_agents": 12.5}, ["num_agents must be int", "12.5"]),
+    ({"num_agents": True}, ["num_agents must be int", "True"]),
+    ({"num_agents": 0}, ["num_agents must be at least 1", "0"]),
+    ({"num_seeds": 0}, ["num_seeds must be at least 1", "0"]),
+    ({"seed": -1}, ["seed must not be negative", "-1"]),
+    ({"seed": 2**31 - 3}, ["seed + num_seeds must be at most 2³¹", "2147483645"]),
+    ({"trajectories": 0}, ["trajectories must be at least 1", "0"]),
+    ({"trajectories": 1e3}, ["trajectories must be int", "1000.0"]),
+    ({"large_batch": 0}, ["large_batch must be at least 1", "0"]),
+    ({"horizon": 0}, ["horizon must be at least 1", "0"]),
+    ({"discount": 0}, ["discount must lie in (0, 1]", "0"]),
+    ({"step_size": 0}, ["step_size must be positive and finite", "0"]),
+    ({"step_size": math.inf}, ["step_size must be positive and finite", "inf"]),
+    ({"step_size": "1e-3"}, ["step_size must be float", "'1e-3'"]),
+    ({"optimizer": "rmsprop"}, ["optimizer must be 'adam' or 'sgd'", "'rmsprop'"]),
+    ({"snapshot": "during"}, ["snapshot must be 'before' or 'after'", "'during'"]),
+    ({"activation": "gelu"}, ["activation must be 'relu' or 'tanh'", "'gelu'"]),
+    ({"output_tanh": "yes"}, ["output_tanh must be bool", "'yes'"]),
+    ({"output": "best"}, ["output must be 'last' or 'uniform'", "'best'"]),
+    ({"preset": "theory", "large_batch": 0}, ["large_batch must be at least 1", "0"]),
+    ({"preset": "theory", "num_byzantine": 4}, ["MDA()", "num_byzantine ≤ 3"]),
+]
+
+
+@pytest.mark.parametrize(("given", "parts"), BAD, ids=[str(given) for given, _ in BAD])
+def test_bad_input_is_one_error_that_names_value_and_rule(given: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ValueError, match=re.escape(parts[0])) as caught:
+        Config(**given).resolved()
+    message = str(caught.value)
+    assert [part for part in parts if part not in message] == []
+    assert "\n" not in message

@@ -1,0 +1,527 @@
+"""Runs: what is kept of them, that nothing kept is lost or overwritten, and that a resumed run is the run."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import numpy as np
+import pytest
+
+import byzpg
+from byzpg import Config, Run, training
+from byzpg.coin import CommonCoin
+from byzpg.config import Settings
+from byzpg.files import write_atomically
+from byzpg.runs import RunDirectory
+from byzpg.simulate import LARGE, SKIP, SMALL, Metrics, Simulation
+from byzpg.training import BLOCK, Plan, Progress
+
+# Every test uses this one federation, so that it is compiled once. Liars, lies and play are drawn anew in every
+# iteration, and Adam counts them: what a resumed run takes up wrongly, it shows.
+TINY = Config(
+    num_agents=5,
+    num_byzantine=1,
+    attack="LargeNoise",
+    byzantine_set="RotatingSet",
+    rounds=1,
+    num_seeds=2,
+    hidden=(4,),
+    large_batch=6,
+    small_batch=2,
+    horizon=20,
+    trajectories=60,
+)
+
+
+class Stopped(Exception):
+    """Somebody had enough."""
+
+
+def plan_of(config: Config) -> Plan:
+    settings = config.resolved()
+    return Plan.of(settings, settings.simulation())
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    """With a seed whose T̂ lies in the second of three blocks, the last of which is not full."""
+
+    def suits(plan: Plan) -> bool:
+        return BLOCK < plan.output_iteration < 2 * BLOCK < len(plan.large) < 3 * BLOCK
+
+    return next(each for seed in range(100) if suits(plan_of(each := replace(TINY, seed=seed))))
+
+
+@pytest.fixture(scope="module")
+def folder(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a complete run; tests only read it."""
+    path = tmp_path_factory.mktemp("runs") / "complete"
+    byzpg.train(config, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(config: Config, folder: Path) -> Run:
+    """The same run, which never saw a disk."""
+    return byzpg.train(config)
+
+
+def assert_same(one: Run, other: Run) -> None:
+    """To the bit, NaNs included."""
+    assert one.settings == other.settings
+    assert (one.output_iteration, one.complete) == (other.output_iteration, other.complete)
+    for ours, theirs in (
+        (
+            {"trajectories": one.trajectories, "large": one.large},
+            {"trajectories": other.trajectories, "large": other.large},
+        ),
+        (one.metrics, other.metrics),
+        (one.parameters, other.parameters),
+    ):
+        assert set(ours) == set(theirs)
+        for name in ours:
+            assert ours[name].dtype == theirs[name].dtype, name
+            assert ours[name].shape == theirs[name].shape, name
+            assert ours[name].tobytes() == theirs[name].tobytes(), name
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def stop_after(num_blocks: int) -> Callable[[Progress], None]:
+    """Has enough after so many blocks."""
+    seen = []
+
+    def on_progress(progress: Progress) -> None:
+        seen.append(progress)
+        if len(seen) == num_blocks:
+            raise Stopped
+
+    return on_progress
+
+
+def interrupted(config: Config, path: Path, num_blocks: int = 1) -> Path:
+    with pytest.raises(Stopped):
+        byzpg.train(config, path, stop_after(num_blocks))
+    return path
+
+
+# What is kept
+
+
+def test_a_run_is_a_directory_of_plain_files(folder: Path) -> None:
+    files = {"config.json", "provenance.json", "checkpoint.npz", "metrics.npz", "parameters.npz"}
+    assert {path.name for path in folder.iterdir()} == files
+    for path in folder.glob("*.npz"):
+        with np.load(path, allow_pickle=False) as arrays:
+            assert all(arrays[name].dtype != object for name in arrays)
+        with zipfile.ZipFile(path) as archive:
+            assert all(archive.read(name).startswith(b"\x93NUMPY") for name in archive.namelist())
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["command"] == sys.argv
+    assert provenance["versions"]["jax"] == jax.__version__
+
+
+def test_what_is_on_the_disk_is_what_was_returned(folder: Path, run: Run, config: Config) -> None:
+    assert run.complete
+    assert run.settings == config.resolved()
+    assert_same(byzpg.load(folder), run)
+    assert Config.load(folder / "config.json").resolved() == run.settings
+
+
+def test_metrics_are_the_documented_columns(folder: Path, run: Run) -> None:
+    num_iterations = len(run.trajectories)
+    assert set(run.metrics) == {column.name for column in fields(Metrics)}
+    assert all(values.shape == (2, num_iterations) for values in run.metrics.values())
+    assert run.returns is run.metrics["return_mean"]
+    assert np.all((run.returns >= 1) & (run.returns <= 20))
+    assert np.any(run.returns[0] != run.returns[1])
+    with np.load(folder / "metrics.npz") as arrays:
+        assert set(arrays) == set(run.metrics) | {"trajectories", "large"}
+
+
+def test_batches_are_the_coins(config: Config, run: Run) -> None:
+    simulation = config.resolved().simulation()
+    coin = CommonCoin.of(np.asarray(simulation.start().agents.parameters)[0, 0])
+    sizes, large = [], []
+    while sum(sizes) < 60:
+        large.append(coin.is_large(len(sizes), 0.2))
+        sizes.append(6 if large[-1] else 2)
+    np.testing.assert_array_equal(run.large, large)
+    np.testing.assert_array_equal(run.trajectories, np.cumsum(sizes))
+    assert run.output_iteration == coin.output_iteration(len(sizes))
+    steps_per_episode = run.metrics["environment_steps"] / (5 * np.asarray(sizes))
+    assert np.all((steps_per_episode > 1) & (steps_per_episode <= 20))
+
+
+def test_uniform_is_the_iterate_at_the_start_of_its_iteration(config: Config, run: Run) -> None:
+    simulation = config.resolved().simulation()
+    state, iterates = simulation.start(), []
+    for large in run.large:
+        iterates.append(np.asarray(state.agents.parameters))
+        one = np.full(BLOCK, SKIP)
+        one[0] = LARGE if large else SMALL
+        state, _ = simulation.run(state, one, output_iteration=-1)
+    np.testing.assert_array_equal(run.parameters["uniform"], iterates[run.output_iteration])
+    np.testing.assert_array_equal(run.parameters["last"], state.agents.parameters)
+    assert run.parameters["last"].shape == (2, 5, 4 * 4 + 4 + 4 * 2 + 2)
+    assert len({iterate.tobytes() for iterate in iterates}) == len(iterates)
+
+
+def test_the_seed_is_all_there_is_to_chance(config: Config, run: Run) -> None:
+    assert_same(byzpg.train(config), run)
+    other = byzpg.train(replace(config, seed=config.seed + 1))
+    assert not np.array_equal(other.parameters["last"], run.parameters["last"])
+    # Seeds are consecutive: θ_0 of its first seed is that of our second.
+    starts = [np.asarray(each.settings.simulation().start().agents.parameters) for each in (run, other)]
+    np.testing.assert_array_equal(starts[0][1], starts[1][0])
+
+
+def test_progress_is_told_after_every_block(config: Config, run: Run) -> None:
+    seen: list[Progress] = []
+    byzpg.train(config, on_progress=seen.append)
+    num_iterations = len(run.large)
+    ends = [BLOCK, 2 * BLOCK, num_iterations]
+    assert [each.iteration for each in seen] == ends
+    assert [each.trajectories for each in seen] == [run.trajectories[end - 1] for end in ends]
+    assert all(each.num_iterations == num_iterations for each in seen)
+    assert all(each.total_trajectories == run.trajectories[-1] for each in seen)
+    assert seen[-1].mean_return == pytest.approx(np.mean(run.returns[:, 2 * BLOCK :]))
+    assert 0 < seen[0].seconds <= seen[1].seconds <= seen[2].seconds
+
+
+def test_seeds_can_be_dealt_to_several_devices(config: Config, run: Run, tmp_path: Path) -> None:
+    """The same up to rounding, for the program of one seed is another than that of two."""
+    program = """
+import json, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import byzpg
+byzpg.train(byzpg.Config.of(json.loads(sys.argv[1]), "test"), sys.argv[2])
+"""
+    settings, path = json.dumps(config.resolved().as_data()), tmp_path / "dealt"
+    subprocess.run([sys.executable, "-c", program, settings, path], check=True)
+    assert len(json.loads((path / "provenance.json").read_text())["devices"]) == 2
+    dealt = byzpg.load(path)
+    np.testing.assert_array_equal(dealt.large, run.large)
+    for name in run.metrics:
+        np.testing.assert_allclose(dealt.metrics[name], run.metrics[name], rtol=2e-3, atol=2e-3, err_msg=name)
+    for name in run.parameters:
+        np.testing.assert_allclose(dealt.parameters[name], run.parameters[name], atol=1e-3, err_msg=name)
+
+
+# Policies
+
+
+def test_policies_act_on_one_observation_or_many(run: Run) -> None:
+    policy = run.policy()
+    many = np.random.default_rng(0).normal(size=(3, 50, 4))
+    actions = policy.act(many)
+    assert actions.shape == (3, 50)
+    assert set(actions.ravel()) <= {0, 1}
+    assert policy.act(many[0, 0]).shape == ()
+    np.testing.assert_array_equal([policy.act(each) for each in many[1, :5]], actions[1, :5])
+
+
+def test_with_a_key_actions_are_drawn_as_often_as_the_policy_says(run: Run) -> None:
+    policy = run.policy()
+    seen = np.array([0.1, -0.4, 0.02, 0.3])
+    weights = policy.policy.unflatten(jax.numpy.asarray(policy.parameters))
+    (hidden, hidden_bias), (last, last_bias) = (tuple(np.asarray(part) for part in layer) for layer in weights)
+    logits = np.maximum(seen @ hidden + hidden_bias, 0) @ last + last_bias
+    probability = 1 / (1 + np.exp(logits[0] - logits[1]))
+    drawn = policy.act(np.tile(seen, (20_000, 1)), jax.random.key(0))
+    assert abs(np.mean(drawn) - probability) < 4 * (probability * (1 - probability) / 20_000) ** 0.5
+    assert policy.act(seen) == (probability > 0.5)
+    np.testing.assert_array_equal(drawn, policy.act(np.tile(seen, (20_000, 1)), jax.random.key(0)))
+    assert np.any(drawn != policy.act(np.tile(seen, (20_000, 1)), jax.random.key(1)))
+    assert policy.act(seen, jax.random.key(0)).shape == ()
+
+
+def test_which_policy(run: Run) -> None:
+    last, uniform = run.parameters["last"], run.parameters["uniform"]
+    np.testing.assert_array_equal(run.policy().parameters, last[0, 0])
+    np.testing.assert_array_equal(run.policy(seed=1, agent=4).parameters, last[1, 4])
+    np.testing.assert_array_equal(run.policy(1, 2, "uniform").parameters, uniform[1, 2])
+    as_in_theory = replace(run, settings=replace(run.settings, output="uniform"))
+    np.testing.assert_array_equal(as_in_theory.policy().parameters, uniform[0, 0])
+    np.testing.assert_array_equal(as_in_theory.policy(output="last").parameters, last[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: run.policy(seed=2), "seed must be 0 to 1, got 2"),
+        (lambda run: run.policy(seed=-1), "seed must be 0 to 1, got -1"),
+        (lambda run: run.policy(agent=5), "agent must be 0 to 4, got 5"),
+        (lambda run: run.policy(output="best"), "output must be last or uniform, got 'best'"),
+        (lambda run: run.policy().act(np.zeros(3)), r"observation must have 4 features in its last axis, got \(3,\)"),
+        (lambda run: run.policy().act(np.zeros((4, 1))), r"got \(4, 1\)"),
+        (lambda run: run.policy().act(np.float32(1)), r"got \(\)"),
+    ],
+)
+def test_bad_requests(call: Callable[[Run], Any], message: str, run: Run) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(run)
+
+
+# Interrupted and resumed
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_a_resumed_run_is_the_run_to_the_bit(num_blocks: int, config: Config, run: Run, tmp_path: Path) -> None:
+    """Stopped after the first block, in the middle, after the last one."""
+    path = interrupted(config, tmp_path / "run", num_blocks)
+    done = min(num_blocks * BLOCK, len(run.large))
+    partial = byzpg.load(path)
+    assert not (path / "parameters.npz").exists()
+    np.testing.assert_array_equal(partial.returns, run.returns[:, :done])
+    seen: list[Progress] = []
+    assert_same(byzpg.resume(path, seen.append), run)
+    assert [each.iteration for each in seen] == [2 * BLOCK, len(run.large)][num_blocks - 1 :]
+    assert_same(byzpg.load(path), run)
+
+
+def test_a_run_stopped_again_and_again_is_the_run(config: Config, run: Run, tmp_path: Path) -> None:
+    path = interrupted(config, tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            byzpg.resume(path, stop_after(1))
+    assert_same(byzpg.resume(path), run)
+
+
+@pytest.mark.parametrize("keep_every_block", [True, False])
+def test_a_run_that_died_is_the_run_once_resumed(
+    keep_every_block: bool, config: Config, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a warning, in the third block: it goes on from the last checkpoint, or from the start."""
+    path, blocks, run_block = tmp_path / "run", [], Simulation.run
+
+    def dying(self: Simulation, *arguments: Any) -> Any:
+        blocks.append(arguments)
+        if len(blocks) == 3:
+            raise SystemError("out of luck")
+        return run_block(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "CHECKPOINT_SECONDS", -1.0 if keep_every_block else 1e9)
+        patch.setattr(Simulation, "run", dying)
+        with pytest.raises(SystemError):
+            byzpg.train(config, path)
+    if keep_every_block:
+        assert byzpg.load(path).returns.shape == (2, 2 * BLOCK)
+    else:
+        with pytest.raises(ValueError, match="has not reached its first checkpoint: continue it with `byzpg resume"):
+            byzpg.load(path)
+    assert_same(byzpg.resume(path), run)
+
+
+def test_checkpoints_do_not_change_a_run(
+    config: Config, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    write = RunDirectory.write_checkpoint
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(
+        RunDirectory, "write_checkpoint", lambda self, kept: (written.append(kept.iteration), write(self, kept))
+    )
+    assert_same(byzpg.train(config, tmp_path / "run"), run)
+    assert written == [BLOCK, 2 * BLOCK, len(run.large)]
+
+
+def test_a_complete_run_is_just_loaded(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(folder)
+    monkeypatch.setattr(Simulation, "run", lambda *_: pytest.fail("nothing is left to train"))
+    assert_same(byzpg.resume(folder), run)
+    assert contents(folder) == before
+
+
+def test_an_incomplete_run_can_be_looked_at(config: Config, run: Run, tmp_path: Path) -> None:
+    path = interrupted(config, tmp_path / "run", 2)
+    before = contents(path)
+    partial = byzpg.load(path)
+    assert not partial.complete
+    assert len(partial.trajectories) == len(partial.large) == 2 * BLOCK
+    np.testing.assert_array_equal(partial.parameters["uniform"], run.parameters["uniform"])
+    assert not np.array_equal(partial.parameters["last"], run.parameters["last"])
+    assert partial.policy().act(np.zeros(4)).shape == ()
+    assert contents(path) == before
+
+
+# Nothing kept is lost
+
+
+@pytest.mark.parametrize("what", ["complete run", "interrupted run", "file", "other files"])
+def test_what_is_there_is_never_overwritten(what: str, config: Config, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "taken"
+    if what == "complete run":
+        path = folder
+    elif what == "interrupted run":
+        interrupted(config, path)
+    elif what == "file":
+        path.write_text("precious")
+    else:
+        path.mkdir()
+        (path / "thesis.tex").write_text("precious")
+    before = contents(path.parent)
+    message = r"holds a run already: .*`byzpg resume .*`" if "run" in what else "is not an empty directory"
+    with pytest.raises(ValueError, match=message):
+        byzpg.train(config, path)
+    assert contents(path.parent) == before
+
+
+def test_bad_configurations_make_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_byzantine ≤ 1"):
+        byzpg.train(replace(TINY, num_byzantine=2), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_directory_will_do(config: Config, run: Run, tmp_path: Path) -> None:
+    assert_same(byzpg.train(config, str(tmp_path)), run)
+
+
+def change_config(path: Path) -> None:
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | {"step_size": 0.5}))
+
+
+def truncate_checkpoint(path: Path) -> None:
+    whole = (path / "checkpoint.npz").read_bytes()
+    (path / "checkpoint.npz").write_bytes(whole[: len(whole) // 2])
+
+
+def rewrite_checkpoint(path: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    with np.load(path / "checkpoint.npz") as stored:
+        arrays = dict(stored)
+    change(arrays)
+    np.savez(path / "checkpoint.npz", allow_pickle=False, **arrays)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (change_config, "belongs to another configuration than the config.json beside it: put that config.json back"),
+        (truncate_checkpoint, r"checkpoint\.npz cannot be read"),
+        (lambda path: (path / "checkpoint.npz").write_bytes(b""), r"checkpoint\.npz cannot be read"),
+        (
+            lambda path: (path / "checkpoint.npz").write_bytes(b"cos\nsystem\n(S'ls'\ntR."),
+            r"checkpoint\.npz cannot be read",
+        ),
+        (lambda path: (path / "config.json").unlink(), "holds no run: there is no config.json in it"),
+        (lambda path: (path / "config.json").write_text("{"), r"config\.json cannot be read|another configuration"),
+        (lambda path: rewrite_checkpoint(path, lambda arrays: arrays.pop("config")), "another configuration"),
+        (
+            lambda path: rewrite_checkpoint(path, lambda arrays: arrays.update(state_0=arrays["state_0"][:, :-1])),
+            "does not fit this version of byzpg: its arrays have other names or shapes",
+        ),
+        (
+            lambda path: rewrite_checkpoint(
+                path, lambda arrays: arrays.update(state_0=arrays["state_0"].astype(float))
+            ),
+            "does not fit this version",
+        ),
+        (
+            lambda path: rewrite_checkpoint(path, lambda arrays: arrays.pop("metric_return_std")),
+            "does not fit this version",
+        ),
+        (
+            lambda path: rewrite_checkpoint(
+                path, lambda arrays: arrays.update(metric_capped=arrays["metric_capped"][:1])
+            ),
+            "does not fit this version",
+        ),
+    ],
+)
+def test_what_cannot_be_continued_is_one_error(
+    spoil: Callable[[Path], Any], message: str, config: Config, tmp_path: Path
+) -> None:
+    path = interrupted(config, tmp_path / "run")
+    spoil(path)
+    before = contents(path)
+    for use in (byzpg.resume, byzpg.load):
+        with pytest.raises(ValueError, match=message):
+            use(path)
+    assert contents(path) == before
+
+
+def test_spoilt_results_are_one_error(config: Config, tmp_path: Path) -> None:
+    byzpg.train(config, tmp_path / "run")
+    whole = (tmp_path / "run" / "metrics.npz").read_bytes()
+    (tmp_path / "run" / "metrics.npz").write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"metrics\.npz cannot be read"):
+        byzpg.load(tmp_path / "run")
+    np.savez(tmp_path / "run" / "metrics.npz", large=np.zeros(3))
+    with pytest.raises(ValueError, match="the results lack 'trajectories'"):
+        byzpg.load(tmp_path / "run")
+    with pytest.raises(ValueError, match="nowhere holds no run"):
+        byzpg.load(tmp_path / "nowhere")
+
+
+# Whole or not at all
+
+
+@pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(failure: BaseException, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    write_atomically(path, lambda file: file.write(b"old"))
+
+    def half(file: IO[bytes]) -> None:
+        file.write(b"ne")
+        file.flush()
+        assert path.read_bytes() == b"old"
+        raise failure
+
+    with pytest.raises(type(failure)):
+        write_atomically(path, half)
+    assert contents(tmp_path) == {"deep/file": b"old"}
+    write_atomically(path, lambda file: file.write(b"new"))
+    assert contents(tmp_path) == {"deep/file": b"new"}
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before(
+    config: Config, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = interrupted(config, tmp_path / "run")
+    before = contents(path)
+
+    def half(file: IO[bytes], **arrays: Any) -> None:
+        file.write(b"PK half of it")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", half)
+        with pytest.raises(OSError, match="disk full"):
+            byzpg.resume(path, stop_after(1))
+    assert contents(path) == before
+    assert_same(byzpg.resume(path), run)
+
+
+@pytest.mark.parametrize("lost", ["metrics.npz", "parameters.npz"])
+def test_a_run_is_complete_when_all_of_it_is_written(
+    lost: str, config: Config, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replace_file = tmp_path / "run", RunDirectory._write_arrays
+
+    def failing(self: RunDirectory, name: str, arrays: Any) -> None:
+        if name == lost:
+            raise OSError("disk full")
+        replace_file(self, name, arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "_write_arrays", failing)
+        with pytest.raises(OSError, match="disk full"):
+            byzpg.train(config, path)
+    assert not RunDirectory.open(path).complete
+    assert_same(byzpg.resume(path), run)
+
+
+def test_settings_on_the_disk_are_every_option(folder: Path) -> None:
+    assert set(json.loads((folder / "config.json").read_text())) == {option.name for option in fields(Settings)}
