@@ -14,6 +14,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+from matplotlib import pyplot
 from PIL import Image, ImageSequence
 
 from byzpg import Config, cli, envs, figures, load
@@ -82,8 +83,8 @@ def test_train_trains_compares_and_concludes(trained: tuple[Path, subprocess.Com
     assert done.stderr == ""
     where = run.relative_to(folder)
     for line in (
-        f"ByzPG with RFA on CartPole-v1, 5 agents, 1 of them SignFlip: 3 seeds, preset tuned → {where}",
-        "Fed-PAGE-PG with plain averaging on CartPole-v1, 5 agents, 1 of them SignFlip: 3 seeds, preset tuned",
+        f"ByzPG with RFA on CartPole-v1, 5 agents, 1 of them lying (SignFlip): 3 seeds, preset tuned → {where}",
+        "Fed-PAGE-PG with plain averaging on CartPole-v1, 5 agents, 1 of them lying (SignFlip): 3 seeds, preset tuned",
         "Return of honest agents: mean ± standard deviation over seeds",
         f"Picture: {where}/curves.png",
         f"See it play: byzpg play {where}",
@@ -124,6 +125,19 @@ def test_options_on_the_line_come_before_those_in_the_file(run: Path) -> None:
     assert ours.parameters["last"].shape == (3, 1, 30)  # a server's
     command = json.loads((run / "provenance.json").read_text())["command"]
     assert command[1:] == ["train", "--config", "tiny.toml", "--trajectories", "60", "--attack", "sign-flip"]
+
+
+def test_a_second_ctrl_c_stops_at_once(run: Path, tmp_path: Path) -> None:
+    line = ["train", "--config", run / "config.json", "--directory", "again"]
+    with subprocess.Popen([*START, *map(str, line)], stdout=-1, stderr=-1, text=True, cwd=tmp_path) as training:
+        assert training.stdout is not None
+        for _ in range(2):
+            training.stdout.readline()
+            training.send_signal(signal.SIGINT)
+        _, errors = training.communicate(timeout=300)
+    assert training.returncode == 130
+    assert errors == "Stopped. To go on from here: byzpg resume again\n"
+    assert not (tmp_path / "again" / "checkpoint.npz").exists()
 
 
 def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: Path) -> None:
@@ -253,7 +267,8 @@ def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path:
     (tmp_path / "shim").mkdir()
     (tmp_path / "shim" / f"{missing}.py").write_text(f"raise ImportError('no {missing}')")
     before = contents(run)
-    done = byzpg("play", run, "--episodes", "1", folder=tmp_path, PYTHONPATH=str(tmp_path / "shim"))
+    first = os.pathsep.join([str(tmp_path / "shim"), os.environ.get("PYTHONPATH", "")])
+    done = byzpg("play", run, "--episodes", "1", folder=tmp_path, PYTHONPATH=first)
     assert done.returncode == 2
     assert done.stderr == "error: playing needs Gymnasium and what it draws with: pip install 'byzpg[gymnasium]'.\n"
     assert contents(run) == before
@@ -346,8 +361,11 @@ for line in json.loads(sys.argv[1]):
         os.dup2(writer, 1)
         os.dup2(writer, 2)
         sys.argv = ["byzpg", *line.split()]
-        main()
-        sys.exit(0)
+        try:
+            main()
+        except SystemExit as outcome:
+            os._exit(outcome.code)  # to tidy up would take longer than all the rest
+        os._exit(0)
     os.close(writer)
     with open(reader) as pipe:
         said = pipe.read()
@@ -398,6 +416,15 @@ def test_a_failed_picture_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not supported"):
         figures.save(figure, tmp_path / "picture.nonsense")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_legend_is_no_wider_than_its_picture() -> None:
+    curves = [figures.Curve(f"a rather long name of a run {i}", np.arange(1, 4), np.ones((1, 3))) for i in range(5)]
+    for wide in (curves, [replace(curve, returns=np.ones((3, 3))) for curve in curves]):
+        figure = figures.learning_curves(wide, "title")
+        figure.draw_without_rendering()
+        assert figure.legends[0].get_window_extent().width < figure.bbox.width
+        pyplot.close(figure)
 
 
 def test_short_numbers() -> None:

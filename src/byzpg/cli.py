@@ -172,13 +172,18 @@ class Resume:
         with _progress(self.directory) as on_progress:
             for directory, settings in plans.items():
                 seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
-                _say(f"{_title(settings)}: {seeds}, preset {settings.preset} → {directory}")
+                _say(f"{_method(settings)} on {_setting(settings)}: {seeds}, preset {settings.preset} → {directory}")
                 training.resume(directory, on_progress)
         runs = {directory: training.load(directory) for directory in directories}
         console.print(_summary(runs))
         picture, settings = self.directory / "curves.png", plans[self.directory]
-        threshold = envs.make(settings.env).reward_threshold
-        figures.save(figures.learning_curves(_curves(runs), _title(settings), reference_level=threshold), picture)
+        solved = envs.make(settings.env).reward_threshold
+        figures.save(
+            figures.learning_curves(
+                _curves(runs), _setting(settings), reference_level=solved, reference_name="counts as solved"
+            ),
+            picture,
+        )
         _say(f"Picture: {picture}")
         _say(f"See it play: byzpg play {self.directory}")
 
@@ -187,7 +192,10 @@ class Resume:
 class Plot:
     """Compare runs: mean ± standard deviation, and interquartile mean with bootstrap intervals."""
 
-    directories: tyro.conf.Positional[tuple[Path, ...]]
+    directories: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint="(at least one)"),
+    ]
     """Directories of runs, complete or not."""
     output: Path = Path("curves.png")
     """Where the picture goes; .png, .svg or .pdf."""
@@ -273,10 +281,10 @@ def _free_directory(settings: Settings) -> Path:
     return next(path for number in count(1) if not (path := Path("runs") / f"{name}-{number}").exists())
 
 
-def _title(settings: Settings) -> str:
-    liars = f", {settings.num_byzantine} of them {_short(settings.attack)}" if settings.num_byzantine else ""
+def _setting(settings: Settings) -> str:
+    liars = f", {settings.num_byzantine} of them lying ({_short(settings.attack)})" if settings.num_byzantine else ""
     agents = "1 agent" if settings.num_agents == 1 else f"{settings.num_agents} agents"
-    return f"{_method(settings)} on {settings.env}, {agents}{liars}"
+    return f"{settings.env}, {agents}{liars}"
 
 
 def _method(settings: Settings) -> str:
@@ -330,19 +338,21 @@ def _summary(runs: Mapping[Path, Run]) -> Table:
 @contextmanager
 def _progress(directory: Path) -> Iterator[training.OnProgress]:
     """A live line of progress; Ctrl-C stops at the next checkpoint, a second one at once."""
-    stopping = False
+    stopping, farewell = False, f"Stopped. To go on from here: byzpg resume {directory}"
 
     def stop(signum: int, frame: object) -> None:
         nonlocal stopping
-        if stopping:
-            raise KeyboardInterrupt
+        if stopping:  # an exception, raised in the midst of a compilation, could be swallowed or crash it
+            console.show_cursor()
+            errors.print(escape(farewell), highlight=False, soft_wrap=True)
+            os._exit(130)
         stopping = True
         _say("Stopping after this block of iterations; Ctrl-C again stops at once.")
 
     columns = (
         SpinnerColumn(),
         BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} trajectories  {task.description}"),
+        TextColumn("{task.description}"),
         TimeElapsedColumn(),
         TextColumn("left:"),
         TimeRemainingColumn(),
@@ -354,12 +364,13 @@ def _progress(directory: Path) -> Iterator[training.OnProgress]:
 
         def on_progress(progress: training.Progress) -> None:
             nonlocal shown
-            now, total, mean_return = progress.trajectories, progress.total_trajectories, progress.mean_return
-            bar.update(task, completed=now, total=total, description=f"return {mean_return:.0f}")
+            now, total = progress.trajectories, progress.total_trajectories
+            text = f"{now:,} of {total:,} trajectories: return {progress.mean_return:.0f}"
+            bar.update(task, completed=now, total=total, description=text)
             done = progress.iteration == progress.num_iterations
             if not console.is_terminal and (done or progress.seconds - shown > 10):
                 shown = -inf if done else progress.seconds
-                _say(f"{now:,} of {total:,} trajectories: return {mean_return:.0f}")
+                _say(text)
             if done:
                 bar.reset(task, total=1, description="compiling")
             if stopping:
@@ -368,7 +379,7 @@ def _progress(directory: Path) -> Iterator[training.OnProgress]:
         try:
             yield on_progress
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"Stopped. To go on from here: byzpg resume {directory}") from None
+            raise KeyboardInterrupt(farewell) from None
         finally:
             signal.signal(signal.SIGINT, before)
 

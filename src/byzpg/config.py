@@ -11,14 +11,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import jax
 
 from byzpg import envs
-from byzpg.aggregators import RFA, Aggregator, Mean
+from byzpg.aggregators import NNM, RFA, Aggregator, Mean, TrimmedMean
 from byzpg.agreement import MDA, Agreement, NoAgreement
 from byzpg.algorithms import ALGORITHMS, Agent, Algorithm, Federation
 from byzpg.attacks import Attack, ByzantineSet, NoAttack
 from byzpg.components import Component, nearest, plain_name, unknown
-from byzpg.gradients import GPOMDP, Estimator, ImportanceWeights
+from byzpg.gradients import GPOMDP, REINFORCE, Estimator, ImportanceWeights
 from byzpg.policies import Policy, policy_for
 from byzpg.registry import fits, parse, type_name
+from byzpg.rules import Rule
 from byzpg.simulate import Simulation
 
 # Of each task, what all presets share: the paper's table.
@@ -45,14 +46,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tuned": PAPER
     | {
         "output_tanh": False,
-        "step_size": 1e-2,
+        "large_batch": 30,
         "estimator": GPOMDP(baseline="leave-one-out"),
         "importance": ImportanceWeights(cap=1.0),
+        "aggregator": NNM(TrimmedMean()),
         "rounds": 3,
     },
     "paper": PAPER,
     "theory": PAPER
-    | {"optimizer": "sgd", "step_size": 1e-4, "switch_probability": "theory", "rounds": "theory", "output": "uniform"},
+    | {"optimizer": "sgd", "step_size": 5e-4, "switch_probability": "theory", "rounds": "theory", "output": "uniform"},
     # What produced the published figures: its snapshot is taken too late, so that small batches repeat v̂.
     "script": PAPER
     | {
@@ -65,7 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # The families in which the components of a configuration go by name.
-FAMILIES = {
+FAMILY_OF = {
     "attack": "attack",
     "byzantine_set": "byzantine set",
     "aggregator": "aggregator",
@@ -89,7 +91,7 @@ class Config:
     num_agents: int | None = None
     """Agents K, liars included. Left out: 13, or 1 for PAGE-PG."""
     num_byzantine: int | None = None
-    """Liars f: at work, and declared to the rules. Left out: the most that MDA tolerates, ⌊(K − 1)/4⌋."""
+    """Liars f: at work, and declared to the rules. Left out: ⌊(K − 1)/4⌋, or fewer if the rules tolerate fewer."""
     attack: Attack | str = "AvgZero"
     """What liars do; `byzpg list` shows all attacks."""
     byzantine_set: ByzantineSet | str = "FixedSet"
@@ -165,9 +167,15 @@ class Config:
         if "num_byzantine" not in values:
             num_agents = values["num_agents"]
             values["num_byzantine"] = max(0, (num_agents - 1) // 4) if isinstance(num_agents, int) else 0
-        for option, family in FAMILIES.items():
+        for option, family in FAMILY_OF.items():
             if isinstance(values[option], str):
                 values[option] = parse(family, values[option])
+        if self.num_byzantine is None and isinstance(values["num_agents"], int):
+            rules = [values["aggregator"], values["agreement"]] if algorithm.agrees else [values["aggregator"]]
+            tolerated = [rule.max_byzantine(values["num_agents"]) for rule in rules if isinstance(rule, Rule)]
+            values["num_byzantine"] = max(0, min((values["num_agents"] - 1) // 4, *tolerated))
+        if self.small_batch is None and isinstance(values["large_batch"], int):
+            values["small_batch"] = min(values["small_batch"], values["large_batch"])
         if values["num_byzantine"] == 0:
             values["attack"] = NoAttack()
         # What theory prescribes is computed from the other options, once they are known to be sound.
@@ -284,6 +292,10 @@ class Settings:
         if ALGORITHMS[self.algorithm].single and self.num_agents > 1:
             raise ValueError(f"{self.algorithm} is one agent alone: num_agents must be 1, got {self.num_agents}.")
         self.estimator.check(self.small_batch)
+        if isinstance(self.estimator, REINFORCE) and self.importance.mode == "per-decision":
+            raise ValueError(
+                f"{self.importance} weighs rewards one by one, which {self.estimator} does not: use GPOMDP."
+            )
         self.aggregator.check(self.num_agents, self.num_byzantine)
         if self.rounds:
             self.agreement.check(self.num_agents, self.num_byzantine)

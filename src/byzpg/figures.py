@@ -72,7 +72,9 @@ class Curve:
     returns: np.ndarray  # [seed, iteration]
 
 
-def learning_curves(curves: Sequence[Curve], title: str, *, reference_level: float | None = None) -> Figure:
+def learning_curves(
+    curves: Sequence[Curve], title: str, *, reference_level: float | None = None, reference_name: str = "reference"
+) -> Figure:
     """Mean ± one standard deviation over seeds; beside it, from 3 seeds on, the interquartile mean and its interval."""
     if not curves:
         raise ValueError("learning_curves needs at least one curve.")
@@ -98,7 +100,7 @@ def learning_curves(curves: Sequence[Curve], title: str, *, reference_level: flo
         right.set_title(f"interquartile mean, 95 % bootstrap interval, {_seeds(repeated)}", fontsize=10, loc="left")
     for axes in panels[0]:
         if reference_level is not None:
-            name = f"reference: {reference_level:g}"
+            name = f"{reference_name}: {reference_level:g}"
             axes.axhline(reference_level, color="0.45", linewidth=1, linestyle="--", zorder=1, label=name)
         axes.set_xlabel("trajectories per agent")
         axes.set_xlim(0, max(curve.trajectories[-1] for curve in curves))
@@ -107,7 +109,9 @@ def learning_curves(curves: Sequence[Curve], title: str, *, reference_level: flo
         axes.spines[["top", "right"]].set_visible(False)
     left.set_ylabel("return (mean over honest agents)")
     figure.suptitle(title, fontsize=12, fontweight="bold")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    handles, labels = left.get_legend_handles_labels()
+    fitting = int(size[0] / (0.6 + 0.07 * max(map(len, labels))))  # in inches: a handle, a letter
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(max(fitting, 1), 4), frameon=False, fontsize=9)
     return figure
 
 

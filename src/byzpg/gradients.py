@@ -58,8 +58,9 @@ class REINFORCE(Estimator):
 
     def coefficients(self, rewards: Array, discount: float, log_weights: Array | None) -> Array:
         total = self._centred(jnp.sum(rewards * _discounts(rewards, discount), axis=2))
-        weight = 1 if log_weights is None else jnp.exp(log_weights[:, :, -1])
-        return jnp.broadcast_to((weight * total)[:, :, None], rewards.shape)
+        if log_weights is not None:
+            total = _weighted(total, log_weights[:, :, -1])
+        return jnp.broadcast_to(total[:, :, None], rewards.shape)
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,13 @@ class GPOMDP(Estimator):
         # The baseline goes on after an episode's end: stopping it there would make it depend on the episode.
         gains = self._centred(rewards * _discounts(rewards, discount))
         if log_weights is not None:
-            gains = gains * jnp.exp(log_weights)
+            gains = _weighted(gains, log_weights)
         return lax.cumsum(gains, axis=2, reverse=True)
+
+
+def _weighted(gains: Array, log_weights: Array) -> Array:
+    # What is 0 stays 0, also under a weight that has overflowed.
+    return jnp.where(gains == 0, 0, gains * jnp.exp(log_weights))
 
 
 def _discounts(rewards: Array, discount: float) -> Array:
@@ -117,7 +123,7 @@ class ImportanceWeights(Component):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Health:
-    """How far the importance weights of a batch have degenerated, per agent."""
+    """How far the importance weights ω of a batch's whole episodes have degenerated, per agent."""
 
     largest: Array  # max ω, before the cap
     effective_sample: Array  # (Σω)²/(BΣω²) after the cap, 1 when all weights are equal

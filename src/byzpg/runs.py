@@ -77,6 +77,10 @@ class Run:
         output = self.settings.output if output is None else output
         if output not in self.parameters:
             raise ValueError(f"output must be last or uniform, got {output!r}.")
+        if output == "uniform" and len(self.trajectories) <= self.output_iteration:
+            raise ValueError(
+                f"iteration T̂ = {self.output_iteration} has not come yet: finish the run, or use output 'last'."
+            )
         held = self.parameters[output]
         for name, index, size in (("seed", seed, len(held)), ("agent", agent, held.shape[1])):
             if not 0 <= index < size:
@@ -143,7 +147,9 @@ class RunDirectory:
                 "put that config.json back, or train anew in another directory."
             )
         state = [arrays[f"state_{index}"] for index in range(sum(name.startswith("state_") for name in arrays))]
-        metrics = {name.removeprefix("metric_"): values for name, values in arrays.items() if "metric_" in name}
+        metrics = {
+            name.removeprefix("metric_"): values for name, values in arrays.items() if name.startswith("metric_")
+        }
         return Checkpoint(int(arrays["iteration"]), state, metrics)
 
     def write_results(self, run: Run) -> None:
@@ -176,7 +182,7 @@ class RunDirectory:
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return dict(arrays)
-        except (OSError, ValueError, BadZipFile, EOFError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, BadZipFile, EOFError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
 
 

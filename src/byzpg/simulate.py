@@ -53,8 +53,8 @@ class SampleMetrics:
     return_mean: Array  # undiscounted training return
     return_std: Array  # over episodes
     environment_steps: Array  # taken by all players together
-    largest_weight: Array  # max ω, before the cap
-    effective_sample: Array  # (Σω)²/(BΣω²), mean over players
+    largest_weight: Array  # max ω of whole episodes, before the cap; this and the next two are perfect in large batches
+    effective_sample: Array  # (Σω)²/(BΣω²) after the cap, mean over players
     capped: Array  # fraction of ω above the cap
 
 
@@ -79,7 +79,7 @@ class ExchangeMetrics:
 class Metrics(SampleMetrics, ExchangeMetrics):
     """One value per seed and iteration."""
 
-    diameter_before: Array  # of honest θ̃, before agreement
+    diameter_before: Array  # of honest θ̃, before agreement; NaN where there is none
     diameter_after: Array
 
 
@@ -92,6 +92,8 @@ class Simulation:
 
     def start(self) -> SimulationState:
         """The state before iteration 0: per seed one θ_0, common to all agents."""
+        if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            raise ValueError("training runs in float32: turn JAX's 64-bit mode (jax_enable_x64) off.")
         return self.placed(_start(jnp.asarray(self.seeds), self.federation))
 
     def placed(self, state: SimulationState) -> SimulationState:
@@ -134,11 +136,10 @@ def _start(seeds: Array, federation: Federation) -> SimulationState:
     return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
 
 
-# Shorter compilation, on CPUs by the first and on GPUs by the others, for programs that then run about as fast.
+# Shorter compilation, on CPUs by the one and on GPUs by the other, for programs that then run about as fast.
 QUICK_COMPILATION = {
     "xla_backend_optimization_level": 1,
     "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_autotune_level": 0,
 }
 
 
@@ -253,7 +254,7 @@ def _iteration(
     before = state.agents.parameters
     agents = _split(agent.advance(_merge(state.agents), _merge(aggregated)), num_seeds)
 
-    diameters = jnp.zeros((2, num_seeds))
+    diameters = jnp.full((2, num_seeds), jnp.nan)
     if federation.agrees:
         assert federation.agreement is not None
         send_parameters = partial(send, federation.agreement, "parameters")

@@ -58,7 +58,10 @@ def train(config: Config, directory: str | Path | None = None, on_progress: OnPr
 
 
 def resume(directory: str | Path, on_progress: OnProgress | None = None) -> Run:
-    """Continue a run from its last checkpoint, to the bit as if it had never stopped; a complete one is just loaded."""
+    """Continue a run from its last checkpoint; a complete one is just loaded.
+
+    On the same machine, with as many JAX devices as before, the result is to the bit as if it had never stopped.
+    """
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
         return kept.read_results()
