@@ -4,7 +4,8 @@
     python benchmarks/learning.py --num-seeds 2 --trajectories 1500
 
 Writes docs/results/learning.png and learning.npz (returns [seed, cell] of every run, in cells of 50 trajectories), and
-prints the table of docs/results/learning.md. The tuned preset was chosen on other seeds: 0–3, 100–103, 300–339, 5000–5199.
+prints the table of docs/results/learning.md. The tuned preset was chosen on other seeds: 0–3, 100–103, 300–339 and
+5000–5199.
 """
 
 import argparse
