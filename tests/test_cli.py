@@ -25,6 +25,7 @@ from byzpg.runs import Checkpoint, Run, RunDirectory
 START = [sys.executable, "-c", "from byzpg.cli import main; main()"]
 OPTIONS = """
 algorithm = "ByzPG"
+aggregator = "RFA"
 num_agents = 5
 num_seeds = 3
 hidden = [4]
@@ -109,6 +110,7 @@ def test_options_on_the_line_come_before_those_in_the_file(run: Path) -> None:
     ours, naive = load(run), load(run / "plain-averaging")
     tiny = Config(
         algorithm="ByzPG",
+        aggregator="RFA",
         num_agents=5,
         num_seeds=3,
         hidden=(4,),
@@ -119,7 +121,7 @@ def test_options_on_the_line_come_before_those_in_the_file(run: Path) -> None:
         attack="SignFlip",
     )
     assert ours.settings == tiny.resolved()
-    assert naive.settings == replace(tiny, algorithm="Fed-PAGE-PG").resolved()
+    assert naive.settings == replace(tiny, algorithm="Fed-PAGE-PG", aggregator=None).resolved()
     assert ours.complete
     assert naive.complete
     assert ours.parameters["last"].shape == (3, 1, 30)  # a server's
@@ -203,16 +205,16 @@ def a_run(config: Config) -> Run:
 
 def test_curves_are_named_after_what_tells_them_apart() -> None:
     first, second = Path("a"), Path("b")
-    plain = Config(algorithm="Dec-PAGE-PG")
+    ours, plain = Config(aggregator="RFA"), Config(algorithm="Dec-PAGE-PG")
 
     def names(one: Config, other: Config) -> list[str]:
         return [curve.label for curve in cli._curves({first: a_run(one), second: a_run(other)})]
 
-    assert names(Config(), plain) == ["DecByzPG with RFA", "Dec-PAGE-PG with plain averaging"]
-    assert names(Config(), Config(aggregator="Bucketing(RFA(), size=2)"))[1] == "DecByzPG with Bucketing(RFA(), size=2)"
-    attacked = names(Config(), Config(attack="LargeNoise"))
+    assert names(ours, plain) == ["DecByzPG with RFA", "Dec-PAGE-PG with plain averaging"]
+    assert names(ours, Config(aggregator="Bucketing(RFA(), size=2)"))[1] == "DecByzPG with Bucketing(RFA(), size=2)"
+    attacked = names(ours, replace(ours, attack="LargeNoise"))
     assert attacked == ["DecByzPG with RFA, AvgZero", "DecByzPG with RFA, LargeNoise"]
-    assert names(Config(), Config(seed=1)) == ["a", "b"]
+    assert names(ours, replace(ours, seed=1)) == ["a", "b"]
     assert names(Config(algorithm="PAGE-PG"), plain)[0] == "PAGE-PG"
 
 
@@ -318,10 +320,12 @@ BAD: dict[str, list[str]] = {
     "certify --output picture.bmp": ["must end in .png, .svg or .pdf"],
     "certify --agents 5": ["--agents"],
     "certfy": ["certify"],
-    "train --num-byzantine 7": ["RFA() needs f < K/2; 7 of 13 agents breaks that: use num_byzantine ≤ 6."],
+    "train --aggregator RFA --num-byzantine 7": [
+        "RFA() needs f < K/2; 7 of 13 agents breaks that: use num_byzantine ≤ 6."
+    ],
     "train --num-byzantine 4": ["MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3."],
     "train --algorithm ByzPG --aggregator Krum --num-byzantine 4": ["Krum()", "num_byzantine ≤ 3"],
-    "train --small-batch 51": ["small_batch must be at most large_batch = 50, got 51."],
+    "train --large-batch 50 --small-batch 51": ["small_batch must be at most large_batch = 50, got 51."],
     "train --switch-probability 0": ["switch_probability must lie in (0, 1], got 0.0."],
     "train --switch-probability 1.5": ["switch_probability must lie in (0, 1], got 1.5."],
     "train --env CartPole": ["there is no environment 'CartPole'", "Did you mean 'CartPole-v1'?"],
