@@ -1,6 +1,7 @@
 """The shape of the package: imports point one way, only the command line prints, README and CI say the same."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,6 @@ for dtype, tolerance in ((np.float32, 1e-4), (np.float64, 1e-9)):
         agreed, _ = exchange(rule, rows, byzantine=[0, 1], attack=noise, num_byzantine=4, key=key)
         assert agreed.dtype == dtype
 """
-    environment = {"PYTHONPATH": str(ROOT / "tests")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr

@@ -137,12 +137,19 @@ def test_theory_prescribes_the_switch_and_the_rounds(num_agents: int, large_batc
         ({"num_agents": 8}, (8, 1)),
         ({"num_agents": 9}, (9, 2)),
         ({"num_agents": 9, "num_byzantine": 0}, (9, 0)),
+        ({"agreement": "GDA"}, (13, 2)),
+        ({"algorithm": "ByzPG", "aggregator": "Bulyan"}, (13, 2)),
     ],
 )
 def test_how_many_agents_and_liars(given: dict[str, Any], expected: tuple[int, int]) -> None:
     settings = Config(**given).resolved()
     assert (settings.num_agents, settings.num_byzantine) == expected
     assert settings.attack == (AvgZero() if settings.num_byzantine else NoAttack())
+
+
+def test_a_small_batch_left_out_is_never_the_larger_one() -> None:
+    assert Config(large_batch=3).resolved().small_batch == 3
+    assert Config(large_batch=300).resolved().small_batch == 4
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -335,8 +342,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("given", "parts"), BAD, ids=[str(given) for given, _ in BAD])
 def test_bad_input_is_one_error_that_names_value_and_rule(given: dict[str, Any], parts: list[str]) -> None:
+    options: dict[str, Any] = {"preset": "paper"} | given
     with pytest.raises(ValueError, match=re.escape(parts[0])) as caught:
-        Config(**({"preset": "paper"} | given)).resolved()
+        Config(**options).resolved()
     message = str(caught.value)
     assert [part for part in parts if part not in message] == []
     assert "\n" not in message

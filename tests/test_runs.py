@@ -357,6 +357,10 @@ def test_an_incomplete_run_can_be_looked_at(config: Config, run: Run, tmp_path: 
     np.testing.assert_array_equal(partial.parameters["uniform"], run.parameters["uniform"])
     assert not np.array_equal(partial.parameters["last"], run.parameters["last"])
     assert partial.policy().act(np.zeros(4)).shape == ()
+    assert partial.policy(output="uniform").act(np.zeros(4)).shape == ()
+    early = byzpg.load(interrupted(config, tmp_path / "early"))
+    with pytest.raises(ValueError, match=f"T̂ = {run.output_iteration} has not come yet: finish the run"):
+        early.policy(output="uniform")
     assert contents(path) == before
 
 

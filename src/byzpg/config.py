@@ -101,7 +101,7 @@ class Config:
     """Independent repetitions, side by side. They share one sequence of large and small batches."""
     seed: int = 0
     """The first seed; the others are the numbers after it."""
-    trajectories: int = 2000
+    trajectories: int = 1200
     """Trajectories per agent; training ends with the iteration that reaches them."""
 
     aggregator: Aggregator | str | None = None
