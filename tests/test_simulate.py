@@ -22,6 +22,7 @@ TINY: dict[str, Any] = {
     "small_batch": 3,
     "num_seeds": 2,
     "trajectories": 60,
+    "aggregator": "RFA",  # whose weights are known
     "rounds": 2,
     "step_size": 0.02,
 }
@@ -29,8 +30,9 @@ TINY: dict[str, Any] = {
 
 @cache
 def trained(**options: Any) -> Run:
-    algorithm = options.get("algorithm", "DecByzPG")
-    tiny = {name: value for name, value in TINY.items() if name != "rounds" or algorithm == "DecByzPG"}
+    unused = {"PAGE-PG": {"aggregator", "rounds"}, "Dec-PAGE-PG": {"aggregator", "rounds"}, "ByzPG": {"rounds"}}
+    left_out = unused.get(options.get("algorithm", "DecByzPG"), set())
+    tiny = {name: value for name, value in TINY.items() if name not in left_out}
     return train(Config(**(tiny | options)))
 
 
@@ -87,7 +89,7 @@ def test_the_simulator_only_moves_messages() -> None:
     state, _ = simulation.run(simulation.start(), batches, 0)
     for index, seed in enumerate(simulation.seeds):
         expected = one_by_one(settings, batches, seed)
-        np.testing.assert_allclose(state.agents.parameters[index], expected, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(state.agents.parameters[index], expected, atol=5e-4)  # RFA and v̂ amplify rounding
     realized = (state.agents.parameters - state.agents.previous) / settings.step_size
     np.testing.assert_array_equal(state.agents.direction, realized)  # v̂, to the bit
     assert np.max(np.abs(state.agents.parameters[0] - state.agents.parameters[1])) > 0.01
