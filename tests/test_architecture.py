@@ -22,6 +22,7 @@ ORDER = [
     "exchange",
     "robustness",
     "coin",
+    "published",
     "spaces",
     "envs",
     "policies",

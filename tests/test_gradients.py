@@ -32,6 +32,7 @@ compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 
 
 ESTIMATORS = [REINFORCE(), REINFORCE("leave-one-out"), GPOMDP(), GPOMDP("leave-one-out")]
 IMPORTANCE = [ImportanceWeights(mode, cap) for mode in ("trajectory", "per-decision") for cap in (None, 1.0, 2.5)]
+FLOORED = [ImportanceWeights(mode, cap, 1e-3) for mode in ("trajectory", "per-decision") for cap in (None, 0.9)]
 GATES: tuple[float | Literal["health"], ...] = (0.0, 1.0, 0.3, "health")
 
 
@@ -55,12 +56,13 @@ def naive_coefficients(estimator: Estimator, rewards: np.ndarray, discount: floa
     return coefficients
 
 
-def naive_weights(importance: ImportanceWeights, log_ratios: np.ndarray) -> np.ndarray:
+def naive_weights(importance: ImportanceWeights, log_ratios: np.ndarray, now: np.ndarray) -> np.ndarray:
     """ω [agent, episode, time], after the cap."""
     weights = np.zeros(log_ratios.shape)
     for (*who, time), _ in np.ndenumerate(log_ratios):
-        steps = log_ratios[*who] if importance.mode == "trajectory" else log_ratios[*who, : time + 1]
-        weight = np.prod(np.exp(steps))
+        steps = slice(None) if importance.mode == "trajectory" else slice(time + 1)
+        probability = np.prod(np.exp(now[*who, steps]))
+        weight = np.prod(np.exp(log_ratios[*who, steps])) * probability / (probability + importance.floor)
         weights[*who, time] = weight if importance.cap is None else min(weight, importance.cap)
     return weights
 
@@ -107,15 +109,32 @@ def test_coefficients_are_the_naive_ones() -> None:
         np.testing.assert_allclose(weighted, expected, rtol=1e-5, atol=1e-5, err_msg=str(estimator))
 
 
+def chances(log_ratios: np.ndarray) -> np.ndarray:
+    """Log-probabilities of the steps whose ratios these are: about 1e-3 for the longest episodes."""
+    return np.where(log_ratios == 0, 0, np.random.default_rng(1).uniform(-1.5, 0, log_ratios.shape)).astype(np.float32)
+
+
 @compiled
-def all_log_weights(log_ratios: Array) -> list[tuple[Array, Health]]:
-    return [importance.log_weights(log_ratios) for importance in IMPORTANCE]
+def all_log_weights(log_ratios: Array, now: Array) -> list[tuple[Array, Health]]:
+    return [importance.log_weights(log_ratios + now, now) for importance in IMPORTANCE + FLOORED]
+
+
+def test_importance_weights_with_a_floor_are_the_naive_ones() -> None:
+    _, log_ratios = examples()
+    now = chances(log_ratios)
+    found = all_log_weights(log_ratios, now)[len(IMPORTANCE) :]
+    for importance, (log_weights, _) in zip(FLOORED, found, strict=True):
+        expected = naive_weights(importance, log_ratios.astype(np.float64), now.astype(np.float64))
+        np.testing.assert_allclose(np.exp(log_weights), expected, rtol=2e-5, err_msg=str(importance))
+    certain = naive_weights(ImportanceWeights(), log_ratios.astype(np.float64), now.astype(np.float64))
+    assert np.min(np.exp(found[0][0]) / certain) < 0.6  # where an episode is long, the floor takes much away
 
 
 def test_importance_weights_and_their_health_are_the_naive_ones() -> None:
     _, log_ratios = examples()
-    for importance, (log_weights, health) in zip(IMPORTANCE, all_log_weights(log_ratios), strict=True):
-        expected = naive_weights(importance, log_ratios.astype(np.float64))
+    now = chances(log_ratios)
+    for importance, (log_weights, health) in zip(IMPORTANCE, all_log_weights(log_ratios, now), strict=False):
+        expected = naive_weights(importance, log_ratios.astype(np.float64), now)
         np.testing.assert_allclose(np.exp(log_weights), expected, rtol=1e-5, err_msg=str(importance))
         found = np.stack([health.largest, health.effective_sample, health.capped], axis=1)
         np.testing.assert_allclose(found, naive_health(importance, log_ratios.astype(np.float64)), rtol=1e-5)
@@ -129,8 +148,9 @@ def test_huge_log_ratios_do_not_overflow_under_a_cap() -> None:
     log_ratios[0, 3] = 0
     log_ratios[0, :3, 0] = [500, -500, 500]
     log_ratios[1, :, 0] = -500
-    for importance, (log_weights, health) in zip(IMPORTANCE, all_log_weights(log_ratios), strict=True):
-        expected, cap = np.log(naive_weights(importance, log_ratios.astype(np.float64))), importance.cap
+    now = np.zeros_like(log_ratios)
+    for importance, (log_weights, health) in zip(IMPORTANCE, all_log_weights(log_ratios, now), strict=False):
+        expected, cap = np.log(naive_weights(importance, log_ratios.astype(np.float64), now)), importance.cap
         np.testing.assert_allclose(log_weights, expected, rtol=1e-5, atol=1e-5, err_msg=str(importance))
         np.testing.assert_array_equal(health.largest, [np.inf, 0])
         np.testing.assert_allclose(health.capped, [0 if cap is None else 0.5, 0])
@@ -142,7 +162,8 @@ def test_huge_log_ratios_do_not_overflow_under_a_cap() -> None:
 
 def test_weights_of_one_are_in_perfect_health() -> None:
     perfect = Health.perfect(2)
-    for _, health in all_log_weights(np.zeros((2, 4, 9), np.float32)):
+    same = np.zeros((2, 4, 9), np.float32)
+    for _, health in all_log_weights(same, same)[: len(IMPORTANCE)]:
         for one, other in zip(jax.tree.leaves(health), jax.tree.leaves(perfect), strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -250,7 +271,7 @@ def test_the_correction_is_the_naive_one_at_every_gate(
     at_play, scores = naive_steps(policy, parameters, episodes)
     before, scores_before = naive_steps(policy, previous, episodes)
     log_ratios = before - at_play
-    weights = naive_weights(importance, log_ratios)
+    weights = naive_weights(importance, log_ratios, at_play)
     health = naive_health(importance, log_ratios)
     here = naive_gradient(scores, naive_coefficients(estimator, rewards, 0.98, np.ones(rewards.shape)))
     there = naive_gradient(scores_before, naive_coefficients(estimator, rewards, 0.98, weights))
@@ -392,16 +413,16 @@ class DiscountedFromNow(GPOMDP):
 class Unweighted(ImportanceWeights):
     """Biased: pretends that the episodes were played by θ_{t−1}."""
 
-    def log_weights(self, log_ratios: Array) -> tuple[Array, Health]:
-        return super().log_weights(jnp.zeros_like(log_ratios))
+    def log_weights(self, before: Array, now: Array) -> tuple[Array, Health]:
+        return super().log_weights(now, now)
 
 
 @dataclass(frozen=True)
 class Reversed(ImportanceWeights):
     """Biased: the ratio upside down."""
 
-    def log_weights(self, log_ratios: Array) -> tuple[Array, Health]:
-        return super().log_weights(-log_ratios)
+    def log_weights(self, before: Array, now: Array) -> tuple[Array, Health]:
+        return super().log_weights(now, before)
 
 
 TRAJECTORY, PER_DECISION = ImportanceWeights("trajectory"), ImportanceWeights("per-decision")

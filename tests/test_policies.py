@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -274,9 +274,8 @@ def test_dimensions_by_hand() -> None:
     assert GaussianMLP(3, (5,), action_size=2).dimension == 3 * 5 + 5 + 5 * 2 + 2 + 2
 
 
-@pytest.mark.parametrize("bias_bound", ["inputs", "outputs"])
-def test_initial_parameters_are_uniform_within_their_bounds(bias_bound: Literal["inputs", "outputs"]) -> None:
-    policy = GaussianMLP(25, (40, 40), bias_bound=bias_bound, action_size=9, initial_log_std=-1.25)
+def test_initial_parameters_are_uniform_within_their_bounds() -> None:
+    policy = GaussianMLP(25, (40, 40), action_size=9, initial_log_std=-1.25)
     draw = jax.jit(policy.initial)
     parameters = np.asarray(draw(jax.random.key(3)))
     assert parameters.shape == (policy.dimension,)
@@ -285,7 +284,7 @@ def test_initial_parameters_are_uniform_within_their_bounds(bias_bound: Literal[
     scaled = []
     for matrix, bias in layers:
         scaled.append(matrix.ravel() * np.sqrt(len(matrix)))
-        scaled.append(bias * np.sqrt(len(matrix) if bias_bound == "inputs" else len(bias)))
+        scaled.append(bias * np.sqrt(len(matrix)))
     for part in scaled:
         assert np.max(np.abs(part)) <= 1
         # of n uniform draws, a quantile strays by at most 1/√n in one standard deviation
@@ -303,7 +302,7 @@ def test_initial_parameters_are_uniform_within_their_bounds(bias_bound: Literal[
 
 def test_auto_takes_the_policy_that_fits() -> None:
     box = Box(2, (-1.0, -1.0), (1.0, 1.0))
-    network: dict[str, Any] = {"hidden": (8,), "activation": "tanh", "output_tanh": True, "bias_bound": "outputs"}
+    network: dict[str, Any] = {"hidden": (8,), "activation": "tanh", "output_tanh": True, "initialization": "script"}
     for kind in ("auto", "categorical"):
         assert policy_for(kind, 4, Discrete(3), **network) == CategoricalMLP(4, **network, num_actions=3)
     for kind in ("auto", "gaussian"):

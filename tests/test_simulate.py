@@ -73,7 +73,7 @@ def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
         before = [state.parameters for state in states]
         for k in everyone:
             aggregated = settings.aggregator(received_by(k, truths, True), num_byzantine=settings.num_byzantine)
-            states[k] = agent.advance(states[k], aggregated[None])
+            states[k] = agent.advance(states[k], jnp.asarray(truths[k])[None], aggregated[None])
         held = [np.asarray(state.parameters[0]) for state in states]
         for _ in range(settings.rounds):  # SignFlip leaves parameters alone
             rows = np.stack(held)

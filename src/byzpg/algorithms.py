@@ -58,7 +58,7 @@ class Agent(Component):
     estimator: Estimator
     importance: ImportanceWeights
     gate: float | Literal["health"]  # β of the PAGE correction
-    snapshot: Literal["before", "after"]  # "after": the published script's, whose ω is 1 and whose correction is v̂
+    memory: Literal["paper", "script"]  # what θ_{t−1} and v̂_{t−1} are, see `advance`
     optimizer: Literal["adam", "sgd"]
     step_size: float  # η
 
@@ -109,24 +109,27 @@ class Agent(Component):
             )
         return estimate, Sampled(episodes.returns, episodes.lengths, health)
 
-    def advance(self, state: AgentState, aggregated: Array) -> AgentState:
-        """θ̃_{t+1} = θ_t + η v_t, or Adam's step along v_t; v̂_t = v_t."""
+    def advance(self, state: AgentState, own: Array, aggregated: Array) -> AgentState:
+        """θ̃_{t+1} = θ_t + η v_t, or Adam's step along v_t; `own` is the agent's ṽ_t.
+
+        What it will remember as θ_{t−1} and v̂_{t−1} are θ_t and v_t; in the published script θ̃_{t+1} and ṽ_t.
+        """
 
         def of_agent(optimizer: optax.OptState, parameters: Array, aggregated: Array) -> tuple[Array, optax.OptState]:
             updates, optimizer = self._transform.update(-aggregated, optimizer)  # optax descends
             return parameters + jnp.asarray(updates), optimizer
 
         moved, optimizer = jax.vmap(of_agent)(state.optimizer, state.parameters, aggregated)
-        previous = state.parameters if self.snapshot == "before" else moved
-        return AgentState(moved, previous, aggregated, optimizer)
+        previous, direction = (state.parameters, aggregated) if self.memory == "paper" else (moved, own)
+        return AgentState(moved, previous, direction, optimizer)
 
     def settle(self, before: Array, state: AgentState, agreed: Array) -> AgentState:
         """Take over the agreed parameters θ_{t+1}; `before` is θ_t.
 
         With plain SGD, v̂_t becomes the realized direction (θ_{t+1} − θ_t)/η; Adam's step is no gradient, so v̂_t = v_t.
         """
-        state = replace(state, parameters=agreed, previous=state.previous if self.snapshot == "before" else agreed)
-        if self.optimizer == "sgd":
+        state = replace(state, parameters=agreed)
+        if self.optimizer == "sgd" and self.memory == "paper":
             state = replace(state, direction=(agreed - before) / self.step_size)
         return state
 

@@ -29,14 +29,15 @@ TASKS: dict[str, dict[str, Any]] = {
 
 PAPER: dict[str, Any] = {
     "output_tanh": True,
-    "bias_bound": "inputs",
+    "initialization": "seeded",
+    "coin": "common",
     "optimizer": "adam",
     "step_size": 5e-3,
     "switch_probability": 0.2,
     "estimator": GPOMDP(),
     "importance": ImportanceWeights(),
     "gate": 1.0,
-    "snapshot": "before",
+    "memory": "paper",
     "aggregator": RFA(),
     "agreement": MDA(),
     "rounds": 5,
@@ -55,13 +56,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": PAPER,
     "theory": PAPER
     | {"optimizer": "sgd", "step_size": 5e-4, "switch_probability": "theory", "rounds": "theory", "output": "uniform"},
-    # What produced the published figures: its snapshot is taken too late, so that small batches repeat v̂.
+    # What produced the published figures; docs/method.md says how that was found out.
     "script": PAPER
     | {
         "activation": "tanh",
-        "bias_bound": "outputs",
+        "output_tanh": False,
+        "initialization": "script",
+        "coin": "script",
         "step_size": 5e-4,
-        "snapshot": "after",
+        "memory": "script",
+        "importance": ImportanceWeights(floor=1e-9),
         "aggregator": RFA.reference(),
     },
 }
@@ -123,8 +127,10 @@ class Config:
     """ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number)."""
     gate: float | Literal["health"] | None = None
     """β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: follows the weights."""
-    snapshot: Literal["before", "after"] | None = None
-    """When θ_{t−1} is kept: before the update, or after it, as the published script does."""
+    memory: Literal["paper", "script"] | None = None
+    """What the correction refers to: θ and v̂ of before the update, or, as in the published script, of after it."""
+    coin: Literal["common", "script"] | None = None
+    """What tosses between large and small batches: a hash of θ_0, or the published script's generator."""
     optimizer: Literal["adam", "sgd"] | None = None
     """Adam, or plain SGD as in the theory."""
     step_size: float | None = None
@@ -138,8 +144,8 @@ class Config:
     """Activation of the hidden layers."""
     output_tanh: bool | None = None
     """A Tanh on the policy's outputs, as in the paper; it caps the probability of an action."""
-    bias_bound: Literal["inputs", "outputs"] | None = None
-    """Biases start uniform in ±1/√(a layer's inputs), or ±1/√(its outputs), as in the published script."""
+    initialization: Literal["seeded", "script"] | None = None
+    """The first parameters θ_0: drawn by the seed, or those of the published script, the same for all seeds."""
     horizon: int | None = None
     """Steps H after which an episode is cut off. Left out: the task's own."""
     discount: float | None = None
@@ -252,14 +258,15 @@ class Settings:
     estimator: Estimator
     importance: ImportanceWeights
     gate: float | Literal["health"]
-    snapshot: Literal["before", "after"]
+    memory: Literal["paper", "script"]
+    coin: Literal["common", "script"]
     optimizer: Literal["adam", "sgd"]
     step_size: float
     policy: Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
     activation: Literal["relu", "tanh", "elu", "silu"]
     output_tanh: bool
-    bias_bound: Literal["inputs", "outputs"]
+    initialization: Literal["seeded", "script"]
     horizon: int
     discount: float
     output: Literal["last", "uniform"]
@@ -312,7 +319,7 @@ class Settings:
             hidden=self.hidden,
             activation=self.activation,
             output_tanh=self.output_tanh,
-            bias_bound=self.bias_bound,
+            initialization=self.initialization,
         )
 
     def simulation(self) -> Simulation:
@@ -328,7 +335,7 @@ class Settings:
             self.estimator,
             self.importance,
             self.gate,
-            self.snapshot,
+            self.memory,
             self.optimizer,
             self.step_size,
         )

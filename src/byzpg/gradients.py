@@ -89,23 +89,32 @@ class ImportanceWeights(Component):
     """ω = p(τ|θ_{t−1})/p(τ|θ_t) = exp Σ_h [log π_{θ_{t−1}} − log π_{θ_t}], always in log space.
 
     mode "trajectory": one weight per episode (the paper); "per-decision": the weight at reward h uses steps ≤ h only,
-    which keeps GPOMDP unbiased with less variance. cap c: min(ω, c), biased but bounded.
+    which keeps GPOMDP unbiased with less variance. cap c: min(ω, c), biased but bounded. floor ε > 0: p(τ|θ_t) + ε in
+    the denominator, as in the published script, where 1e-9 makes ω vanish for all but the shortest episodes.
     """
 
     mode: Literal["trajectory", "per-decision"] = "trajectory"
     cap: float | None = None
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice(self, "mode", self.mode, ("trajectory", "per-decision"))
         if self.cap is not None:
             check_positive(self, cap=self.cap)
+        if self.floor:
+            check_positive(self, floor=self.floor)
 
-    def log_weights(self, log_ratios: Array) -> tuple[Array, "Health"]:
-        """log ω [agent, episode, time] from log π_{θ_{t−1}} − log π_{θ_t} of every step, and how healthy they are."""
-        if self.mode == "trajectory":
-            plain = jnp.broadcast_to(jnp.sum(log_ratios, axis=2, keepdims=True), log_ratios.shape)
-        else:
-            plain = jnp.cumsum(log_ratios, axis=2)
+    def log_weights(self, before: Array, now: Array) -> tuple[Array, "Health"]:
+        """log ω [agent, episode, time] from log π_{θ_{t−1}} and log π_{θ_t} of every step, and how healthy they are."""
+
+        def up_to_here(steps: Array) -> Array:
+            if self.mode == "per-decision":
+                return jnp.cumsum(steps, axis=2)
+            return jnp.broadcast_to(jnp.sum(steps, axis=2, keepdims=True), steps.shape)
+
+        plain = up_to_here(before - now)
+        if self.floor:  # log(p + ε) = log p + log(1 + ε/p)
+            plain -= jax.nn.softplus(log(self.floor) - up_to_here(now))
         whole = plain[:, :, -1]
         capped = plain if self.cap is None else jnp.minimum(plain, log(self.cap))
         # Both sums of the effective sample size share one factor, so that neither overflows.
@@ -212,8 +221,8 @@ def corrected_gradient(
     ṽ = (1/B) Σ g(τ_i|θ_t) + β (v̂_{t−1} − (1/B) Σ ω_i g(τ_i|θ_{t−1})), with `previous` = θ_{t−1}, `direction` = v̂_{t−1};
     the gate β is a number (1: the paper), or "health": the effective sample size of ω.
     """
-    log_ratios = log_probabilities(policy, previous, episodes, clock) - episodes.log_probabilities
-    log_weights, health = importance.log_weights(log_ratios)
+    before = log_probabilities(policy, previous, episodes, clock)
+    log_weights, health = importance.log_weights(before, episodes.log_probabilities)
     if gate == 0:  # weights that have overflowed, times 0, would not be 0
         return gradient(policy, parameters, episodes, estimator, discount, clock), health
     coefficients = [estimator.coefficients(episodes.rewards, discount, weights) for weights in (None, log_weights)]

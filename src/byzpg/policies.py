@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy.special import ndtri
 
+from byzpg import published
 from byzpg.components import Component, check_choice, check_count, check_finite
 from byzpg.spaces import Discrete, Space
 
@@ -32,13 +33,13 @@ class Policy(Component):
     hidden: tuple[int, ...] = (16, 16)
     activation: str = "relu"
     output_tanh: bool = False  # the paper's: bounds the outputs to ±1, and with them the action probabilities
-    bias_bound: Literal["inputs", "outputs"] = "inputs"  # biases start uniform in ±1/√(a layer's inputs, or outputs)
+    initialization: Literal["seeded", "script"] = "seeded"  # θ_0 by its key, or that of the published figures
 
     def __post_init__(self) -> None:
         for size in self.hidden:
             check_count(self, hidden=size)
         check_choice(self, "activation", self.activation, tuple(ACTIVATIONS))
-        check_choice(self, "bias_bound", self.bias_bound, ("inputs", "outputs"))
+        check_choice(self, "initialization", self.initialization, ("seeded", "script"))
 
     @property
     @abstractmethod
@@ -50,9 +51,12 @@ class Policy(Component):
         """Uniform draws that one action takes."""
 
     @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.observation_size, *self.hidden, self.num_outputs
+
+    @property
     def _shapes(self) -> list[tuple[int, ...]]:
-        sizes = (self.observation_size, *self.hidden, self.num_outputs)
-        return [shape for inputs, outputs in pairwise(sizes) for shape in ((inputs, outputs), (outputs,))]
+        return [shape for inputs, outputs in pairwise(self._sizes) for shape in ((inputs, outputs), (outputs,))]
 
     @property
     def dimension(self) -> int:
@@ -60,11 +64,12 @@ class Policy(Component):
         return sum(prod(shape) for shape in self._shapes)
 
     def initial(self, key: Array) -> Array:
-        """θ_0 [d]: weights uniform in ±1/√(inputs), biases as `bias_bound` says."""
-        bounds, inputs = [], 1
-        for shape in self._shapes:
-            inputs = shape[0] if len(shape) == 2 else inputs  # a bias follows its matrix
-            bounds += prod(shape) * [(shape[0] if self.bias_bound == "outputs" else inputs) ** -0.5]
+        """θ_0 [d]: weights and biases uniform in ±1/√(a layer's inputs)."""
+        if self.initialization == "script":
+            return jnp.asarray(published.first_parameters(self._sizes))
+        bounds = []
+        for inputs, outputs in pairwise(self._sizes):
+            bounds += (inputs + 1) * outputs * [inputs**-0.5]
         return jax.random.uniform(key, (len(bounds),), minval=-1) * jnp.asarray(bounds)
 
     def unflatten(self, parameters: Array) -> Weights:

@@ -247,12 +247,13 @@ def _iteration(
             return *sample(1, False), ExchangeMetrics.none(num_seeds)
 
         aggregated, sampled, exchanged = lax.cond(large, by_workers, by_server)
+        own = aggregated  # of the one that holds parameters
     else:
-        estimates, sampled = lax.cond(large, partial(sample, everyone, True), partial(sample, everyone, False))
-        aggregated, exchanged = aggregate(estimates)
+        own, sampled = lax.cond(large, partial(sample, everyone, True), partial(sample, everyone, False))
+        aggregated, exchanged = aggregate(own)
 
     before = state.agents.parameters
-    agents = _split(agent.advance(_merge(state.agents), _merge(aggregated)), num_seeds)
+    agents = _split(agent.advance(_merge(state.agents), _merge(own), _merge(aggregated)), num_seeds)
 
     diameters = jnp.full((2, num_seeds), jnp.nan)
     if federation.agrees:

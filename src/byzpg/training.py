@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from byzpg import published
 from byzpg.config import Config, Settings
 from byzpg.runs import Checkpoint, Run, RunDirectory
 from byzpg.simulate import LARGE, SKIP, SMALL, Metrics, Simulation, SimulationState
@@ -44,8 +46,11 @@ class Plan:
     @classmethod
     def of(cls, settings: Settings, simulation: Simulation) -> "Plan":
         coin, large, total = simulation.coin(), [], [0]
+        probability = settings.switch_probability
+        common = (coin.is_large(iteration, probability) for iteration in count())
+        tosses = common if settings.coin == "common" else published.tosses(probability)
         while total[-1] < settings.trajectories:
-            large.append(coin.is_large(len(large), settings.switch_probability))
+            large.append(next(tosses))
             total.append(total[-1] + (settings.large_batch if large[-1] else settings.small_batch))
         return cls(np.asarray(large), np.asarray(total[1:]), coin.output_iteration(len(large)))
 

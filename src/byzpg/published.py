@@ -1,0 +1,39 @@
+"""The random numbers behind the published figures.
+
+The published script seeds PyTorch and NumPy with 0 before every agent is made, whatever the seed of the run. So all its
+runs start from one θ_0 and toss one coin; the seed only moves the environments.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+
+def first_parameters(sizes: tuple[int, ...]) -> np.ndarray:
+    """θ_0 [d] of a network with layers of these sizes: per layer the weights [in, out], then the biases.
+
+    Both PyTorch and NumPy seed the Mersenne Twister in the same way; PyTorch's uniform numbers are its low 24 bits.
+    """
+    generator = np.random.RandomState(0)
+
+    def uniform(count: int, bound: float) -> np.ndarray:
+        bits = generator.randint(0, 2**32, size=count, dtype=np.uint32) & 0xFFFFFF
+        return (bound * (2 * bits / 2**24 - 1)).astype(np.float32)
+
+    layers = list(pairwise(sizes))
+    for inputs, outputs in layers:  # PyTorch's own first weights, which the script overwrites
+        uniform((inputs + 1) * outputs, 1)
+    parts = []
+    for inputs, outputs in layers:
+        matrix = uniform(outputs * inputs, inputs**-0.5).reshape(outputs, inputs)
+        parts += [matrix.T.ravel(), uniform(outputs, outputs**-0.5)]
+    return np.concatenate(parts)
+
+
+def tosses(switch_probability: float) -> Iterator[bool]:
+    """Whether each iteration samples the large batch. Attacks that draw noise there would shift the sequence."""
+    generator = np.random.RandomState(0)
+    yield True
+    while True:
+        yield bool(generator.random_sample() < switch_probability)
