@@ -28,6 +28,7 @@ from byzpg.algorithms import Federation
 from byzpg.envs.cartpole import CartPole, State
 from byzpg.exchange import Phase
 from byzpg.gradients import gradient
+from byzpg.policies import Numbers
 from byzpg.rollouts import Clock, Episodes, rollout
 from byzpg.rules import Rule
 from byzpg.simulate import LARGE, SMALL, Simulation
@@ -36,7 +37,7 @@ from byzpg.simulate import LARGE, SMALL, Simulation
 class EndlessCartPole(CartPole):
     """CartPole whose pole may fall: every episode has full length."""
 
-    def step(self, state: State, action: jax.Array, noise: jax.Array) -> tuple[State, jax.Array, jax.Array]:
+    def step(self, state: State, action: Numbers, noise: Numbers) -> tuple[State, jax.Array, jax.Array]:
         following, reward, fallen = super().step(state, action, noise)
         return following, reward, jnp.zeros_like(fallen)
 

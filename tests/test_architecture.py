@@ -26,6 +26,7 @@ ORDER = [
     "spaces",
     "envs",
     "policies",
+    "kernels",
     "rollouts",
     "gradients",
     "registry",

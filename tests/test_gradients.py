@@ -23,7 +23,7 @@ from byzpg.gradients import (
     log_probabilities,
     weighted_scores,
 )
-from byzpg.policies import CategoricalMLP, GaussianMLP, Policy
+from byzpg.policies import CategoricalMLP, GaussianMLP, Numbers, Policy
 from byzpg.rollouts import Clock, Episodes, rollout
 from byzpg.spaces import Discrete
 
@@ -345,12 +345,12 @@ class TwoStates(Component):
     def reset(self, key: Array) -> Array:
         return (jax.random.uniform(key) < 0.5).astype(jnp.int32)
 
-    def observe(self, state: Array) -> Array:
-        return jax.nn.one_hot(state, 2)
+    def observe(self, state: Array) -> Numbers:
+        return (state == 0).astype(jnp.float32), (state == 1).astype(jnp.float32)
 
-    def step(self, state: Array, action: Array, noise: Array) -> tuple[Array, Array, Array]:
-        move, stop, reward = (jnp.asarray(table, jnp.float32)[state, action] for table in (MOVE, STOP, REWARD))
-        return (noise[..., 0] < move).astype(jnp.int32), reward, noise[..., 1] < stop
+    def step(self, state: Array, action: Numbers, noise: Numbers) -> tuple[Array, Array, Array]:
+        move, stop, reward = (jnp.asarray(table, jnp.float32)[state, action[0]] for table in (MOVE, STOP, REWARD))
+        return (noise[0] < move).astype(jnp.int32), reward, noise[1] < stop
 
 
 POLICY = CategoricalMLP(2, (3,), "tanh", num_actions=2)

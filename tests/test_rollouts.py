@@ -16,7 +16,7 @@ from byzpg import envs
 from byzpg.attacks import Attack, AvgZero, RandomAction, RandomReward, RewardFlip
 from byzpg.components import Component
 from byzpg.envs import Environment
-from byzpg.policies import CategoricalMLP, GaussianMLP, Policy
+from byzpg.policies import CategoricalMLP, GaussianMLP, Numbers, Policy
 from byzpg.rollouts import PIECES, SPAN, Clock, Episodes, rollout
 from byzpg.spaces import Box, Discrete
 
@@ -26,7 +26,8 @@ NUM_AGENTS, NUM_EPISODES = 6, 20
 class Count(NamedTuple):
     step: Array
     last: Array
-    heard: Array
+    first_heard: Array
+    second_heard: Array
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class Counting(Component):
 
     def reset(self, key: Array) -> Count:
         last = self.shortest + jnp.floor(jax.random.uniform(key) * (self.longest + 1 - self.shortest))
-        return Count(jnp.zeros(()), last, jnp.full(2, -1.0))
+        return Count(jnp.zeros(()), last, jnp.full((), -1.0), jnp.full((), -1.0))
 
-    def observe(self, state: Count) -> Array:
-        return jnp.concatenate([jnp.stack([state.step, state.last], axis=-1), state.heard], axis=-1)
+    def observe(self, state: Count) -> Numbers:
+        return state
 
-    def step(self, state: Count, action: Array, noise: Array) -> tuple[Count, Array, Array]:
+    def step(self, state: Count, action: Numbers, noise: Numbers) -> tuple[Count, Array, Array]:
         step = state.step + 1
-        return Count(step, state.last, noise), step, step >= state.last
+        return Count(step, state.last, *noise), step, step >= state.last
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,15 @@ class Drifting(Component):
     reward_threshold = None
     noise_size = 1
 
-    def reset(self, key: Array) -> Array:
-        return jax.random.normal(key, (3,))
+    def reset(self, key: Array) -> Numbers:
+        return tuple(jax.random.normal(key, (3,)))
 
-    def observe(self, state: Array) -> Array:
+    def observe(self, state: Numbers) -> Numbers:
         return state
 
-    def step(self, state: Array, action: Array, noise: Array) -> tuple[Array, Array, Array]:
-        moved = jnp.concatenate([state[..., :2] + action, noise], axis=-1)
-        return moved, -jnp.sum(jnp.square(state), axis=-1), jnp.zeros(state.shape[:-1], bool)
+    def step(self, state: Numbers, action: Numbers, noise: Numbers) -> tuple[Numbers, Array, Array]:
+        moved = (state[0] + action[0], state[1] + action[1], *noise)
+        return moved, -sum(map(jnp.square, state), start=jnp.zeros(())), jnp.zeros(state[0].shape, bool)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from byzpg.spaces import Discrete, Space
 
 ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "elu": jax.nn.elu, "silu": jax.nn.silu}
 
+Numbers = tuple[Array, ...]  # one array per number
 Weights = tuple[tuple[Array, ...], ...]  # per layer: matrix [in, out], bias [out]; a Gaussian's last entry: (log_std,)
 
 
@@ -90,9 +91,26 @@ class Policy(Component):
                 values = ACTIVATIONS[self.activation](values)
         return jnp.tanh(values) if self.output_tanh else values
 
-    @abstractmethod
     def draw(self, weights: Weights, outputs: Array, noise: Array) -> Array:
         """The action that uniform draws `noise` [..., noise_size] make of the network's outputs."""
+        return self.choose(weights, outputs, self.deviates(noise))
+
+    def deviates(self, noise: Array) -> Array:
+        """What chance contributes to an action, whatever the policy says: made of uniform draws [..., noise_size]."""
+        return noise
+
+    def choose(self, weights: Weights, outputs: Array, deviates: Array) -> Array:
+        """The action that `deviates` make of the network's outputs."""
+        numbers = [tuple(array[..., i] for i in range(array.shape[-1])) for array in (outputs, deviates)]
+        return self.actions(self.choose_numbers(weights, *numbers))
+
+    @abstractmethod
+    def choose_numbers(self, weights: Any, outputs: Numbers, deviates: Numbers) -> Numbers:
+        """`choose`, elementwise: everything as one array per number."""
+
+    @abstractmethod
+    def actions(self, numbers: Numbers) -> Array:
+        """Actions as one array, from one array per number."""
 
     @abstractmethod
     def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
@@ -117,16 +135,16 @@ class CategoricalMLP(Policy):
     def noise_size(self) -> int:
         return 1
 
-    def draw(self, weights: Weights, outputs: Array, noise: Array) -> Array:
-        # The inverse of the distribution function: how many of its steps the draw has passed. Action by action, since
-        # a compiler makes one loop of that and the step around it, but not of reductions over a short axis.
-        scores = [outputs[..., action] for action in range(self.num_actions)]
-        largest = reduce(jnp.maximum, scores)
-        steps = list(accumulate(jnp.exp(score - largest) for score in scores))
-        height = noise[..., 0] * steps[-1]
-        return sum(
-            ((step <= height).astype(jnp.int32) for step in steps[:-1]), start=jnp.zeros(height.shape, jnp.int32)
-        )
+    def choose_numbers(self, weights: Any, outputs: Numbers, deviates: Numbers) -> Numbers:
+        # The inverse of the distribution function: how many of its steps the draw has passed.
+        largest = reduce(jnp.maximum, outputs)
+        steps = list(accumulate(jnp.exp(score - largest) for score in outputs))
+        height = deviates[0] * steps[-1]
+        passed = ((step <= height).astype(jnp.int32) for step in steps[:-1])
+        return (sum(passed, start=jnp.zeros(height.shape, jnp.int32)),)
+
+    def actions(self, numbers: Numbers) -> Array:
+        return numbers[0]
 
     def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
         # A sum over a mask instead of a gather: its gradient is a product, not a scatter.
@@ -166,9 +184,16 @@ class GaussianMLP(Policy):
     def unflatten(self, parameters: Array) -> Weights:
         return (*super().unflatten(parameters), (parameters[-self.action_size :],))
 
-    def draw(self, weights: Weights, outputs: Array, noise: Array) -> Array:
+    def deviates(self, noise: Array) -> Array:
         # uniform draws reach 0, where the normal's inverse is −∞
-        return outputs + jnp.exp(weights[-1][0]) * ndtri(jnp.maximum(noise, 2.0**-24))
+        return ndtri(jnp.maximum(noise, 2.0**-24))
+
+    def choose_numbers(self, weights: Any, outputs: Numbers, deviates: Numbers) -> Numbers:
+        pairs = enumerate(zip(outputs, deviates, strict=True))
+        return tuple(mean + jnp.exp(weights[-1][0][i]) * deviate for i, (mean, deviate) in pairs)
+
+    def actions(self, numbers: Numbers) -> Array:
+        return jnp.stack(numbers, axis=-1)
 
     def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
         log_std = weights[-1][0]

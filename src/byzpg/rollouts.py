@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from byzpg.attacks import Attack
 from byzpg.envs import Environment
+from byzpg.kernels import Played, Playing, play_in_kernel
 from byzpg.policies import Policy
 
 # Addresses of random numbers: fold_in(agent's key, purpose, piece or time step).
@@ -93,50 +94,60 @@ def rollout(
     def keys_at(purpose: int, when: Array) -> Array:
         return jax.vmap(jax.random.fold_in, (0, None))(keys_of[:, purpose], when)
 
-    def step(carry: tuple[Any, ...], given: tuple[Array, ...]) -> tuple[tuple[Any, ...], tuple[Array, ...]]:
-        (state, alive, lengths), (time, noise, mischief) = carry, given
-        seen = env.observe(state)
+    def step(playing: Playing, given: tuple[Array, ...]) -> tuple[Playing, Played]:
+        time, noise, mischief = given
+        seen = jnp.stack(env.observe(playing.state), axis=-1)
         outputs = jax.vmap(policy.outputs)(weights, seen)
-        action = jax.vmap(policy.draw)(weights, outputs, noise[..., : policy.noise_size])
+        action = jax.vmap(policy.choose)(weights, outputs, noise[..., : policy.noise_size])
         if poisoned is not None and byzantine is not None:
             mixed = env.action_space.uniform(mischief)
             action = _where(byzantine, jax.vmap(poisoned.act)(action, mixed, keys_at(ACT, time)), action)
-        moved, reward, terminated = env.step(state, action, noise[..., policy.noise_size :])
-        # An episode that has ended stays where it ended: stepping on could overflow.
-        state = jax.tree.map(lambda new, old: _where(alive, new, old), moved, state)
-        carry = (state, alive & ~terminated & (time + 1 < horizon), lengths + alive)
-        return carry, (seen, action, outputs, reward)
+        chance = tuple(noise[..., i] for i in range(policy.noise_size, noise.shape[-1]))
+        playing, reward = playing.moved(env, env.action_space.numbers(action), chance, time, horizon)
+        return playing, Played(seen, action, outputs, reward)
 
-    def play_piece(carry: tuple[Array, tuple, Episodes]) -> tuple[Array, tuple, Episodes]:
+    def in_a_loop(playing: Playing, times: Array, noise: Array, mischief: Array) -> tuple[Playing, Played]:
+        playing, played = lax.scan(step, playing, (times, noise, mischief))
+        return playing, jax.tree.map(lambda each: jnp.moveaxis(each, 0, 2), played)
+
+    def in_a_kernel(playing: Playing, times: Array, noise: Array, mischief: Array) -> tuple[Playing, Played]:
+        return play_in_kernel(env, policy, weights, playing, times, noise, horizon)
+
+    def play_piece(carry: tuple[Array, Playing, Episodes]) -> tuple[Array, Playing, Episodes]:
         piece, playing, episodes = carry
         times = piece * clock.piece + jnp.arange(clock.piece)
-        mischief = draws(MISCHIEF, piece, env.action_space.noise_size if poisoned else 0)
-        noise = draws(NOISE, piece, policy.noise_size + env.noise_size)
-        playing, played = lax.scan(step, playing, (times, noise, mischief))
-        seen, action, outputs, reward = (jnp.moveaxis(each, 0, 2) for each in played)
-        alive = times < playing[2][..., None]
-        noted = reward
+        mischief = draws(MISCHIEF, piece, env.action_space.size if poisoned else 0)
+        mine, chance = jnp.split(draws(NOISE, piece, policy.noise_size + env.noise_size), [policy.noise_size], axis=-1)
+        noise = jnp.concatenate([policy.deviates(mine), chance], axis=-1)
+        if poisoned is None:
+            playing, played = lax.platform_dependent(
+                playing, times, noise, mischief, cuda=in_a_kernel, default=in_a_loop
+            )
+        else:  # attacks are written for whole arrays
+            playing, played = in_a_loop(playing, times, noise, mischief)
+        alive = times < playing.lengths[..., None]
+        noted = played.reward
         if poisoned is not None and byzantine is not None:
-            noted = _where(byzantine, jax.vmap(poisoned.record)(reward, keys_at(RECORD, piece)), reward)
-        log_probability = jax.vmap(policy.log_probability)(weights, outputs, action)
+            noted = _where(byzantine, jax.vmap(poisoned.record)(noted, keys_at(RECORD, piece)), noted)
+        log_probability = jax.vmap(policy.log_probability)(weights, played.outputs, played.action)
 
         def write(buffer: Array, values: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), times[0], axis=2)
 
         episodes = Episodes(
-            observations=write(episodes.observations, seen),
-            actions=write(episodes.actions, action),
+            observations=write(episodes.observations, played.seen),
+            actions=write(episodes.actions, played.action),
             rewards=write(episodes.rewards, jnp.where(alive, noted, 0)),
             log_probabilities=write(episodes.log_probabilities, jnp.where(alive, log_probability, 0)),
-            lengths=playing[2],
-            returns=episodes.returns + jnp.sum(jnp.where(alive, reward, 0), axis=2),
+            lengths=playing.lengths,
+            returns=episodes.returns + jnp.sum(jnp.where(alive, played.reward, 0), axis=2),
             steps=episodes.steps,
         )
         return piece + 1, playing, episodes
 
-    def any_left(carry: tuple[Array, tuple, Episodes]) -> Array:
-        piece, (_, alive, _), _ = carry
-        return (piece < clock.num_spans * PIECES) & jnp.any(alive)
+    def any_left(carry: tuple[Array, Playing, Episodes]) -> Array:
+        piece, playing, _ = carry
+        return (piece < clock.num_spans * PIECES) & jnp.any(playing.alive)
 
     def reset(key: Array) -> Any:
         return jax.vmap(env.reset)(jax.random.split(key, num_episodes))
@@ -153,7 +164,7 @@ def rollout(
         returns=jnp.zeros(shape),
         steps=jnp.asarray(0),
     )
-    start = (jax.vmap(reset)(keys_of[:, RESET]), jnp.ones(shape, bool), episodes.lengths)
+    start = Playing(jax.vmap(reset)(keys_of[:, RESET]), jnp.ones(shape, bool), episodes.lengths)
     _, _, episodes = lax.while_loop(any_left, play_piece, (jnp.asarray(0), start, episodes))
     return replace(episodes, steps=jnp.max(episodes.lengths))
 

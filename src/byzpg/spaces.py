@@ -19,9 +19,13 @@ class Discrete:
         check_count(self, num_actions=self.num_actions)
 
     @property
-    def noise_size(self) -> int:
-        """How many uniform draws one uniform action takes."""
+    def size(self) -> int:
+        """Numbers per action, and draws that a uniform action takes."""
         return 1
+
+    def numbers(self, actions: Array) -> tuple[Array, ...]:
+        """Actions [...] as one array per number."""
+        return (actions,)
 
     def uniform(self, unit: Array) -> Array:
         """Uniform actions [...] from uniform draws [..., 1] in [0, 1)."""
@@ -43,10 +47,9 @@ class Box:
         if not ordered or not len(self.low) == len(self.high) == self.size:
             raise ValueError(f"Box: low and high must be {self.size} finite numbers each, low below high; got {self}.")
 
-    @property
-    def noise_size(self) -> int:
-        """How many uniform draws one uniform action takes."""
-        return self.size
+    def numbers(self, actions: Array) -> tuple[Array, ...]:
+        """Actions [..., size] as one array [...] per number."""
+        return tuple(actions[..., i] for i in range(self.size))
 
     def uniform(self, unit: Array) -> Array:
         """Uniform actions [..., size] from uniform draws [..., size] in [0, 1)."""

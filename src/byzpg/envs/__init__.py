@@ -10,9 +10,10 @@ from byzpg.spaces import Space
 
 
 class Environment(Protocol):
-    """What a rollout needs of an environment. A state is any pytree of arrays; the batch is their shape.
+    """What a rollout needs of an environment, written elementwise: one array per number, the batch as their only shape.
 
-    Episodes end where `step` says so; a rollout cuts them off at `horizon`.
+    So one source runs as a plain program and inside a GPU kernel, where a block of episodes stays in registers. A state
+    is any pytree of such arrays. Episodes end where `step` says so; a rollout cuts them off at `horizon`.
     """
 
     @property
@@ -43,12 +44,12 @@ class Environment(Protocol):
         """The first state of one episode."""
         ...
 
-    def observe(self, state: Any) -> Array:
-        """What the agent sees [..., observation_size]."""
+    def observe(self, state: Any) -> tuple[Array, ...]:
+        """What the agent sees, one array per number."""
         ...
 
-    def step(self, state: Any, action: Array, noise: Array) -> tuple[Any, Array, Array]:
-        """The next state, the reward [...] and whether the episode ended there [...]; `noise` is [..., noise_size]."""
+    def step(self, state: Any, action: tuple[Array, ...], noise: tuple[Array, ...]) -> tuple[Any, Array, Array]:
+        """The next state, the reward and whether the episode ended there; of noise there are `noise_size` arrays."""
         ...
 
 

@@ -48,14 +48,14 @@ class CartPole(Component):
         """A first state, every quantity uniform in ±0.05; for a batch, vmap over keys."""
         return State(*jax.random.uniform(key, (4,), jnp.float32, -LARGEST_START, LARGEST_START))
 
-    def observe(self, state: State) -> Array:
-        """What the agent sees [..., 4]: the state itself."""
-        return jnp.stack(state, axis=-1)
+    def observe(self, state: State) -> tuple[Array, ...]:
+        """What the agent sees: the state itself."""
+        return state
 
-    def step(self, state: State, action: Array, noise: Array) -> tuple[State, Array, Array]:
-        """The next state, the reward and whether the episode ended there; `noise` [..., 0] is not used."""
+    def step(self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]) -> tuple[State, Array, Array]:
+        """The next state, the reward and whether the episode ended there; no noise is used."""
         position, velocity, angle, angular_velocity = state
-        force = jnp.where(action == 1, FORCE, -FORCE)
+        force = jnp.where(action[0] == 1, FORCE, -FORCE)
         cosine, sine = jnp.cos(angle), jnp.sin(angle)
         push = (force + POLE_MASS * HALF_LENGTH * jnp.square(angular_velocity) * sine) / TOTAL_MASS
         inertia = HALF_LENGTH * (4 / 3 - POLE_MASS * jnp.square(cosine) / TOTAL_MASS)
