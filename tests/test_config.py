@@ -330,6 +330,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"trajectories": 1e3}, ["trajectories must be int", "1000.0"]),
     ({"large_batch": 0}, ["large_batch must be at least 1", "0"]),
     ({"horizon": 0}, ["horizon must be at least 1", "0"]),
+    ({"horizon": 501}, ["horizon must be at most 500", "CartPole-v1", "501"]),
     ({"discount": 0}, ["discount must lie in (0, 1]", "0"]),
     ({"step_size": 0}, ["step_size must be positive and finite", "0"]),
     ({"step_size": math.inf}, ["step_size must be positive and finite", "inf"]),

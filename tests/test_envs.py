@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import jax
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from byzpg import envs
-from byzpg.envs import cartpole
+from byzpg.envs import cartpole, pendulum
 from byzpg.spaces import Box, Discrete
 
-STEP = jax.jit(envs.make("CartPole-v1").step)
+STEP, SWING = (jax.jit(envs.make(name).step) for name in ("CartPole-v1", "Pendulum-v1"))
 
 
 @cache
@@ -144,6 +144,48 @@ def test_sizes_are_gymnasiums() -> None:
     assert str(environment) == "CartPole()"
 
 
+def swung(angle: np.ndarray, speed: np.ndarray, torque: np.ndarray) -> tuple[pendulum.State, Any, Any]:
+    state = pendulum.State(jnp.asarray(angle, jnp.float32), jnp.asarray(speed, jnp.float32))
+    return SWING(state, (jnp.asarray(torque, jnp.float32),), ())
+
+
+def test_one_step_of_the_pendulum_is_gymnasiums() -> None:
+    """From anywhere: several turns away, faster than it can get, with more torque than it has."""
+    rng, inner = np.random.default_rng(2), cast(Any, gymnasium.make("Pendulum-v1").unwrapped)
+    before = (rng.uniform(-1, 1, (2000, 3)) * [30.0, 9.0, 4.0]).astype(np.float32)
+    after, reward, ended = swung(*before.T)
+    expected, paid, seen = [], [], []
+    for angle, speed, torque in before.astype(np.float64):
+        inner.state = np.array([angle, speed])
+        observation, cost, terminated, truncated, _ = inner.step(np.array([torque]))
+        assert not terminated
+        assert not truncated
+        expected.append(inner.state)
+        paid.append(cost)
+        seen.append(observation)
+    np.testing.assert_allclose(np.stack(after, axis=-1), expected, rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(reward, paid, rtol=1e-5, atol=4e-5)  # float32 turns many times round
+    np.testing.assert_allclose(np.stack(envs.make("Pendulum-v1").observe(after), axis=-1), seen, atol=4e-6)
+    assert not np.any(ended)
+
+
+def test_the_pendulum_starts_as_gymnasiums() -> None:
+    environment = envs.make("Pendulum-v1")
+    start = jax.vmap(environment.reset)(jax.random.split(jax.random.key(0), 4000))
+    for values, limit in zip(start, (np.pi, 1.0), strict=True):
+        assert values.dtype == jnp.float32
+        assert np.all(np.abs(values) <= limit)
+        np.testing.assert_allclose(np.quantile(values, [0.05, 0.5, 0.95]) / limit, [-0.9, 0, 0.9], atol=0.06)
+    assert abs(np.corrcoef(start)[0, 1]) < 0.08
+    theirs = gymnasium.make("Pendulum-v1")
+    assert isinstance(theirs.action_space, gymnasium.spaces.Box)
+    low, high = (tuple(map(float, limit)) for limit in (theirs.action_space.low, theirs.action_space.high))
+    assert environment.action_space == Box(1, low, high)
+    assert theirs.observation_space.shape == (environment.observation_size,)
+    assert theirs.spec is not None
+    assert theirs.spec.max_episode_steps == environment.horizon
+
+
 @pytest.mark.parametrize("name", envs.ENVIRONMENTS)
 def test_made_by_name(name: str) -> None:
     assert envs.make(name).name == name
@@ -151,10 +193,10 @@ def test_made_by_name(name: str) -> None:
 
 def test_an_unknown_name_is_one_clear_error() -> None:
     with pytest.raises(
-        ValueError, match=r"no environment 'cart-pole'; known: CartPole-v1\. Did you mean 'CartPole-v1'\?"
+        ValueError, match=r"no environment 'cart-pole'; known: CartPole-v1, .*\. Did you mean 'CartPole-v1'\?"
     ):
         envs.make("cart-pole")
-    with pytest.raises(ValueError, match=r"no environment 'Go'; known: CartPole-v1\.$"):
+    with pytest.raises(ValueError, match=r"no environment 'Go'; known: CartPole-v1, .*\.$"):
         envs.make("Go")
 
 

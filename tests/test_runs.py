@@ -187,6 +187,13 @@ def test_the_seed_is_all_there_is_to_chance(config: Config, run: Run) -> None:
     np.testing.assert_array_equal(starts[0][1], starts[1][0])
 
 
+def test_diverged_seeds_are_named(config: Config, run: Run) -> None:
+    assert run.diverged == []
+    parameters = run.parameters["last"].copy()
+    parameters[1, 2, 3] = np.nan
+    assert replace(run, parameters={"last": parameters}).diverged == [config.seed + 1]
+
+
 def test_progress_is_told_after_every_block(config: Config, run: Run) -> None:
     seen: list[Progress] = []
     byzpg.train(config, on_progress=seen.append)

@@ -176,6 +176,12 @@ class Resume:
                 training.resume(directory, on_progress)
         runs = {directory: training.load(directory) for directory in directories}
         console.print(_summary(runs))
+        for directory, run in runs.items():
+            if run.diverged:
+                seeds = ", ".join(map(str, run.diverged))
+                _say(
+                    f"Diverged: seed {seeds} of {directory}. A smaller --step-size, or a cap on the weights, may help."
+                )
         picture, settings = self.directory / "curves.png", plans[self.directory]
         solved = envs.make(settings.env).reward_threshold
         figures.save(
@@ -235,6 +241,8 @@ class Play:
             raise ValueError(f"--output must end in .gif, got {output}.")
         if self.episodes < 1:
             raise ValueError(f"--episodes must be at least 1, got {self.episodes}.")
+        if self.seed < 0:
+            raise ValueError(f"--seed must not be negative, got {self.seed}.")
         run = training.load(self.directory)
         policy = run.policy(self.index, self.agent)
         with console.status("playing"):
@@ -319,8 +327,8 @@ def _summary(runs: Mapping[Path, Run]) -> Table:
     for path, run in runs.items():
         threshold = envs.make(run.settings.env).reward_threshold
         end = run.trajectories[-1]
-        late = run.returns[:, run.trajectories > 0.9 * end].mean(axis=1)
         smoothed = statistics.smooth_on_grid(run.trajectories, run.returns, np.linspace(0, end, 41)[1:])
+        late = np.nanmean(smoothed[:, -4:], axis=1)
         solved = "–"
         if threshold is not None:
             reached = statistics.trajectories_to_reach(run.trajectories, run.returns, threshold, window=100)

@@ -25,6 +25,7 @@ from byzpg.simulate import Simulation
 # Of each task, what all presets share: the paper's table.
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {"discount": 0.999, "hidden": (16, 16), "activation": "relu", "large_batch": 50, "small_batch": 4},
+    "Pendulum-v1": {"discount": 0.97, "hidden": (32, 32), "activation": "tanh", "large_batch": 50, "small_batch": 4},
 }
 
 PAPER: dict[str, Any] = {
@@ -307,6 +308,8 @@ class Settings:
         if self.rounds:
             self.agreement.check(self.num_agents, self.num_byzantine)
         jax.eval_shape(lambda: self.byzantine_set(self.num_agents, self.num_byzantine, 0, jax.random.key(0)))
+        if self.horizon > (longest := envs.make(self.env).horizon):
+            raise ValueError(f"horizon must be at most {longest}, where {self.env} ends episodes; got {self.horizon}.")
         self.bound_policy()
 
     def bound_policy(self) -> Policy:

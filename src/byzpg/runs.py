@@ -72,6 +72,12 @@ class Run:
         """Mean undiscounted training return of the honest agents [seed, iteration]."""
         return self.metrics["return_mean"]
 
+    @property
+    def diverged(self) -> list[int]:
+        """The seeds whose parameters are no longer finite numbers."""
+        finite = np.all(np.isfinite(self.parameters["last"]), axis=(1, 2))
+        return [self.settings.seed + int(index) for index in np.flatnonzero(~finite)]
+
     def policy(self, seed: int = 0, agent: int = 0, output: str | None = None) -> TrainedPolicy:
         """The policy of the seed-th seed that an agent holds: the output of the settings, or "last", or "uniform"."""
         output = self.settings.output if output is None else output

@@ -108,21 +108,19 @@ def _run(
     simulation = settings.simulation()
     plan = Plan.of(settings, simulation)
     num_iterations = len(plan.large)
-    state, metrics, begin = simulation.start(), {}, 0
+    state, blocks, begin = simulation.start(), [], 0
     if checkpoint is not None:
-        state, metrics, begin = _restored(simulation, checkpoint), checkpoint.metrics, checkpoint.iteration
+        state, blocks, begin = _restored(simulation, checkpoint), [checkpoint.metrics], checkpoint.iteration
     saved = started
     for first in range(begin, num_iterations, BLOCK):
         last = min(first + BLOCK, num_iterations)
         batches = np.full(BLOCK, SKIP)
         batches[: last - first] = np.where(plan.large[first:last], LARGE, SMALL)
         state, block = simulation.run(state, batches, plan.output_iteration)
-        for name, values in vars(block).items():
-            new = np.asarray(values)[:, : last - first]
-            metrics[name] = np.concatenate([metrics[name], new], axis=1) if name in metrics else new
+        blocks.append({name: np.asarray(values)[:, : last - first] for name, values in vars(block).items()})
         stopped = None
         if on_progress is not None:
-            latest = float(np.mean(metrics["return_mean"][:, first:last]))
+            latest = float(np.mean(blocks[-1]["return_mean"]))
             reached, total = int(plan.trajectories[last - 1]), int(plan.trajectories[-1])
             try:
                 on_progress(Progress(last, num_iterations, reached, total, latest, time.monotonic() - started))
@@ -130,14 +128,19 @@ def _run(
                 stopped = error
         due = stopped or last == num_iterations or time.monotonic() - saved > CHECKPOINT_SECONDS
         if kept is not None and due:
-            kept.write_checkpoint(Checkpoint(last, [np.asarray(leaf) for leaf in jax.tree.leaves(state)], metrics))
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+            kept.write_checkpoint(Checkpoint(last, leaves, _joined(blocks)))
             saved = time.monotonic()
         if stopped is not None:
             raise stopped
-    run = _results(settings, plan, state, metrics)
+    run = _results(settings, plan, state, _joined(blocks))
     if kept is not None:
         kept.write_results(run)
     return run
+
+
+def _joined(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([block[name] for block in blocks], axis=1) for name in blocks[0]}
 
 
 def _results(settings: Settings, plan: Plan, state: SimulationState, metrics: dict[str, np.ndarray]) -> Run:

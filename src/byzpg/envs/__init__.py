@@ -6,6 +6,7 @@ from jax import Array
 
 from byzpg.components import unknown
 from byzpg.envs.cartpole import CartPole
+from byzpg.envs.pendulum import Pendulum
 from byzpg.spaces import Space
 
 
@@ -53,7 +54,7 @@ class Environment(Protocol):
         ...
 
 
-ENVIRONMENTS: dict[str, type[Environment]] = {CartPole.name: CartPole}
+ENVIRONMENTS: dict[str, type[Environment]] = {each.name: each for each in (CartPole, Pendulum)}
 
 
 def make(name: str) -> Environment:

@@ -1,0 +1,60 @@
+"""Pendulum-v1 as array arithmetic: swing a pendulum up and hold it there, equal to Gymnasium's step for step."""
+
+from dataclasses import dataclass
+from math import pi
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from byzpg.components import Component
+from byzpg.spaces import Box
+
+# The numbers of gymnasium.envs.classic_control.pendulum.
+GRAVITY = 10.0
+LARGEST_SPEED = 8.0
+LARGEST_TORQUE = 2.0
+TIME_STEP = 0.05
+LARGEST_START = (pi, 1.0)  # of angle and speed, either way
+
+
+class State(NamedTuple):
+    """One float32 array per quantity, all of one shape: the batch."""
+
+    angle: Array  # 0 is upright
+    speed: Array
+
+
+@dataclass(frozen=True)
+class Pendulum(Component):
+    """Swing up and hold upright with little torque: reward −(angle² + 0.1 speed² + 0.001 torque²), for 200 steps."""
+
+    name = "Pendulum-v1"
+    observation_size = 3
+    action_space = Box(1, (-LARGEST_TORQUE,), (LARGEST_TORQUE,))
+    horizon = 200
+    reward_threshold = None
+    noise_size = 0
+
+    def reset(self, key: Array) -> State:
+        """A first state, uniform in angle and within ±1 in speed; for a batch, vmap over keys."""
+        units = jax.random.uniform(key, (2,), jnp.float32, -1, 1)
+        return State(*(units * jnp.asarray(LARGEST_START)))
+
+    def observe(self, state: State) -> tuple[Array, ...]:
+        """What the agent sees: cosine and sine of the angle, and the speed."""
+        return jnp.cos(state.angle), jnp.sin(state.angle), state.speed
+
+    def step(self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]) -> tuple[State, Array, Array]:
+        """The next state and the reward; it never ends by itself, and no noise is used."""
+        torque = jnp.clip(action[0], -LARGEST_TORQUE, LARGEST_TORQUE)
+        # The angle's distance from upright: within ±π, whatever its turns.
+        turned = state.angle + pi
+        from_upright = turned - 2 * pi * jnp.floor(turned / (2 * pi)) - pi
+        cost = jnp.square(from_upright) + 0.1 * jnp.square(state.speed) + 0.001 * jnp.square(torque)
+        # A rod of length and mass 1, turning about its end.
+        speed = state.speed + (3 * GRAVITY / 2 * jnp.sin(state.angle) + 3.0 * torque) * TIME_STEP
+        speed = jnp.clip(speed, -LARGEST_SPEED, LARGEST_SPEED)
+        following = State(state.angle + speed * TIME_STEP, speed)
+        return following, -cost, jnp.zeros(cost.shape, bool)
