@@ -27,6 +27,7 @@ ORDER = [
     "envs",
     "policies",
     "rollouts",
+    "lockstep",
     "gradients",
     "registry",
     "algorithms",
