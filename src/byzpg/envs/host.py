@@ -100,9 +100,7 @@ def describe(name: str) -> HostTask:
     """The task of that name, or one clear error."""
     kind, _, rest = name.partition(":")
     if kind == "envpool":
-        spec = _pool_spec(name, rest)
-        limits = (spec.config.max_episode_steps, spec.reward_threshold)
-        return _described(name, spec.gymnasium_observation_space, spec.gymnasium_action_space, *limits)
+        return _pool_description(name, rest)
     environment = _environment(name)
     try:
         return _description(name, environment)
@@ -287,16 +285,20 @@ def _clipped(space: Box, actions: np.ndarray, dtype: Any) -> np.ndarray:
 # EnvPool
 
 
-def _pool_spec(name: str, task_id: str) -> Any:
+def _pool_description(name: str, task_id: str) -> HostTask:
     envpool = _extra("envpool")
     known: Sequence[str] = envpool.list_all_envs()
     if task_id not in known:
         raise ValueError(f"EnvPool has no task {task_id!r}.{nearest(task_id, known)}")
     with _without_warnings():
         try:
-            return envpool.make_spec(task_id)
+            spec = envpool.make_spec(task_id)
         except Exception as error:
             _blame(f"{name} cannot be made", error)
+        spaces = (spec.gymnasium_observation_space, spec.gymnasium_action_space)
+    if spec.config.max_num_players > 1:
+        raise ValueError(f"{name} is a game of {spec.config.max_num_players} players: byzpg takes tasks of one.")
+    return _described(name, *spaces, spec.config.max_episode_steps, spec.reward_threshold)
 
 
 @contextmanager
@@ -324,7 +326,7 @@ class _Pool:
         with _without_warnings():
             self.pool = envpool.make(task_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds.tolist())
             self.dtype = self.pool.action_space.dtype
-        observations, info = self.pool.reset()
+            observations, info = self.pool.reset()
         return np.asarray(observations, np.float32)[np.argsort(info["env_id"])]
 
     def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:
