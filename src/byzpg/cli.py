@@ -25,6 +25,7 @@ from byzpg import aggregators, attacks, envs, figures, play, registry, statistic
 from byzpg.algorithms import ALGORITHMS
 from byzpg.components import Component
 from byzpg.config import Config, Settings
+from byzpg.envs import host
 from byzpg.robustness import certificate
 from byzpg.runs import Run, RunDirectory
 
@@ -258,7 +259,7 @@ class List:
                 for family, members in registry.FAMILIES.items()
             },
             "environment": {name: registry.summary(member) for name, member in envs.ENVIRONMENTS.items()}
-            | envs.host.available(),
+            | host.available(),
         }
         for family, members in families.items():
             table = Table(title=family, title_justify="left", show_header=False, box=None, padding=(0, 2))

@@ -7,6 +7,7 @@ import numpy as np
 
 from byzpg import envs
 from byzpg.config import Settings
+from byzpg.envs import host
 from byzpg.runs import TrainedPolicy
 
 
@@ -23,7 +24,7 @@ def evaluate(
     except ImportError:
         raise ValueError(missing) from None
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures stay in memory; looking for a screen, SDL complains
-    task = envs.host.describe(f"gymnasium:{settings.env}" if settings.env in envs.ENVIRONMENTS else settings.env)
+    task = host.describe(f"gymnasium:{settings.env}" if settings.env in envs.ENVIRONMENTS else settings.env)
     returns, frames = np.zeros(num_episodes), []
     only = np.zeros(1, int)
     try:
@@ -33,8 +34,8 @@ def evaluate(
                 for step in range(task.horizon or settings.horizon):
                     if episode == 0 and (picture := stage.picture()) is not None:
                         frames.append(picture)
-                    draw = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), episode), step)
-                    action = policy.act(observation, draw if sample else None)
+                    key = jax.random.fold_in(jax.random.key(seed), episode) if sample else None
+                    action = policy.act(observation, key if key is None else jax.random.fold_in(key, step))
                     observation, reward, terminated, truncated = stage.step(only, action)
                     returns[episode] += reward[0]
                     if terminated[0] or truncated[0]:

@@ -71,8 +71,11 @@ class HostTask(Component):
         environments, idle[:num_episodes] = idle[:num_episodes], []
         try:
             while len(environments) < num_episodes:
-                environments.append(_environment(self.name, drawn))
-                _check_alike(self, environments[-1])
+                another = _environment(self.name, drawn)
+                if environments and another is environments[-1]:
+                    raise ValueError(f"{self.name} must make a new environment each time, not the same one again.")
+                environments.append(another)
+                _check_alike(self, another)
             yield _Environments(self, environments)
         except BaseException:
             _close(environments)
@@ -109,17 +112,16 @@ def describe(name: str) -> HostTask:
 
 
 def available() -> dict[str, str]:
-    """The kinds of tasks by how they are written, and whether they can be had here."""
-    kinds = {
-        "gymnasium:ID": "any task of Gymnasium with vectors as observations",
-        "envpool:ID": "any task of EnvPool with vectors as observations",
+    """The kinds of tasks by how they are written, and what brings those that are not here."""
+
+    def missing(extra: str) -> str:
+        return "" if find_spec(extra) else f"; not here yet: {_install(extra)}"
+
+    return {
+        "gymnasium:ID": f"any task of Gymnasium with vectors as observations{missing('gymnasium')}",
+        "envpool:ID": f"any task of EnvPool with vectors as observations{missing('envpool')}",
+        "module:factory": "your own: a function of a Python module, without arguments, that returns a gymnasium.Env",
     }
-    install = {
-        kind: "" if find_spec(kind.partition(":")[0]) else f"; not here yet: {_install(kind.partition(':')[0])}"
-        for kind in kinds
-    }
-    own = {"module:factory": "your own: a function in a Python file, without arguments, that returns a gymnasium.Env"}
-    return {kind: text + install[kind] for kind, text in kinds.items()} | own
 
 
 def in_gymnasium(name: str) -> bool:
@@ -202,7 +204,7 @@ def _environment(name: str, drawn: bool = False) -> Any:
             environment.close()
             environment = make(render_mode="rgb_array")
         return environment
-    except (gymnasium.error.UnregisteredEnv, gymnasium.error.MalformedEnvironment):
+    except gymnasium.error.UnregisteredEnv:
         raise ValueError(f"Gymnasium has no task {rest!r}.{nearest(rest, gymnasium.registry)}") from None
     except Exception as error:
         _blame(f"{name} cannot be made", error)
