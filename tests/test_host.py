@@ -224,7 +224,6 @@ def test_returns_and_gradients_are_those_of_cartpole_in_jax(name: str) -> None:
 
 def test_only_live_episodes_are_stepped_and_environments_are_kept() -> None:
     """A corridor complains if it is stepped after its end."""
-    Corridor.made.clear()
     task, policy = host_task("host_tasks:corridor"), CategoricalMLP(2, (), num_actions=3)
     Corridor.made.clear()
     episodes = played(task, policy, num_agents=2, num_episodes=6, horizon=100)
