@@ -29,7 +29,7 @@ from byzpg.envs.cartpole import CartPole, State
 from byzpg.exchange import Phase
 from byzpg.gradients import gradient
 from byzpg.policies import Numbers
-from byzpg.rollouts import Clock, Episodes, rollout
+from byzpg.rollouts import Clock, Episodes
 from byzpg.rules import Rule
 from byzpg.simulate import LARGE, SMALL, Simulation
 
@@ -147,8 +147,7 @@ def seconds_per_part(federation: Federation) -> list[float]:
 
     @jax.jit
     def play(parameters: jax.Array, keys: jax.Array) -> Episodes:
-        episodes, horizon = agent.large_batch, agent.horizon
-        return rollout(agent.env, agent.policy, parameters, keys, num_episodes=episodes, horizon=horizon)
+        return agent.play(parameters, keys, True, federation.attack, None)
 
     @jax.jit
     def estimate(parameters: jax.Array, episodes: Episodes) -> jax.Array:

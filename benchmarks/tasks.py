@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from byzpg.envs import Environment, make
+from byzpg.envs import ENVIRONMENTS, Environment
 from byzpg.policies import policy_for
 from byzpg.rollouts import rollout
 
@@ -96,7 +96,7 @@ def on_cpu() -> None:
     print("| task | ours, steps/s | compile, s | EnvPool | Gymnasium | × EnvPool | × Gymnasium |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for name in TASKS:
-        play, seconds = ours(make(name), 64, 64)
+        play, seconds = ours(ENVIRONMENTS[name](), 64, 64)
         rate = best_rate(play)
         pool = max(envpool_steps(name, num_envs) for num_envs in (64, 1024))
         plain = gymnasium_steps(name)
@@ -113,7 +113,7 @@ def on_gpu() -> None:
     print("|---|---:|---:|---:|")
     for name in TASKS:
         for num_agents in (32, 406, 3125):
-            play, seconds = ours(make(name), num_agents, 32)
+            play, seconds = ours(ENVIRONMENTS[name](), num_agents, 32)
             print(f"| {name} | {num_agents * 32:,} | {best_rate(play) / 1e6:.2f} | {seconds:.0f} |", flush=True)
 
 

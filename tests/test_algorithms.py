@@ -73,8 +73,9 @@ def test_the_scripts_memory_makes_small_batches_repeat_the_agents_own_direction(
     np.testing.assert_array_equal(agreed.previous, state.parameters)
     np.testing.assert_array_equal(agreed.direction, own)
     attack = Config(attack="NoAttack").resolved().attack
-    estimate, sampled = jax.jit(
-        lambda state, keys: learner.estimate(state, keys, large=False, attack=attack, byzantine=None)
-    )(state, jax.random.split(KEY, 2))
+    episodes = jax.jit(lambda state, keys: learner.play(state.parameters, keys, False, attack, None))(
+        state, jax.random.split(KEY, 2)
+    )
+    estimate, sampled = jax.jit(lambda state: learner.estimate(state, episodes, large=False))(state)
     np.testing.assert_allclose(estimate, own, atol=1e-4)
     np.testing.assert_allclose(sampled.health.largest, 1, rtol=1e-5)

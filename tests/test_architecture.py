@@ -28,6 +28,7 @@ ORDER = [
     "policies",
     "kernels",
     "rollouts",
+    "lockstep",
     "gradients",
     "registry",
     "algorithms",

@@ -19,6 +19,7 @@ from PIL import Image, ImageSequence
 
 from byzpg import Config, cli, envs, figures, load
 from byzpg.algorithms import ALGORITHMS
+from byzpg.envs import host
 from byzpg.registry import FAMILIES, summary
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
@@ -284,6 +285,8 @@ def test_list_names_and_explains_everything(tmp_path: Path) -> None:
         assert f"{name} {algorithm.summary}" in words
     for name, member in [pair for family in (*FAMILIES.values(), envs.ENVIRONMENTS) for pair in family.items()]:
         assert f"{name} {summary(member)}" in words
+    for kind, text in host.available().items():
+        assert f"{kind} {text}" in words
 
 
 def test_help_is_worth_reading(tmp_path: Path) -> None:
@@ -328,6 +331,7 @@ BAD: dict[str, list[str]] = {
     "train --large-batch 50 --small-batch 51": ["small_batch must be at most large_batch = 50, got 51."],
     "train --switch-probability 0": ["switch_probability must lie in (0, 1], got 0.0."],
     "train --switch-probability 1.5": ["switch_probability must lie in (0, 1], got 1.5."],
+    "train --env gymnasium:Cartpool-v1": ["Gymnasium has no task 'Cartpool-v1'", "Did you mean 'CartPole-v1'?"],
     "train --env CartPole": ["there is no environment 'CartPole'", "Did you mean 'CartPole-v1'?"],
     "train --algorithm DecByz": ["there is no algorithm 'DecByz'", "Did you mean 'DecByzPG'?"],
     "train --aggregator RFAA": ["there is no aggregator 'RFAA'", "Did you mean 'RFA'?"],

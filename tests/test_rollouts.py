@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax import Array
 
-from byzpg import envs
 from byzpg.attacks import Attack, AvgZero, RandomAction, RandomReward, RewardFlip
 from byzpg.components import Component
 from byzpg.envs import Environment
+from byzpg.envs.cartpole import CartPole
 from byzpg.policies import CategoricalMLP, GaussianMLP, Numbers, Policy
 from byzpg.rollouts import PIECES, SPAN, Clock, Episodes, rollout
 from byzpg.spaces import Box, Discrete
@@ -253,7 +253,7 @@ def test_actions_are_drawn_as_often_as_the_policy_says() -> None:
 
 # CartPole
 
-CARTPOLE = envs.make("CartPole-v1")
+CARTPOLE = CartPole()
 LINEAR = CategoricalMLP(4, (), num_actions=2)
 
 

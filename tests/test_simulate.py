@@ -61,8 +61,11 @@ def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
 
     @jax.jit
     def estimate(state: AgentState, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        large, small = (agent.estimate(state, key[None], large, federation.attack, None)[0] for large in (True, False))
-        return large[0], small[0]
+        def of_batch(large: bool) -> jax.Array:
+            episodes = agent.play(state.parameters, key[None], large, federation.attack, None)
+            return agent.estimate(state, episodes, large)[0][0]
+
+        return of_batch(True), of_batch(False)
 
     for iteration, batch in enumerate(batches):
         now = jax.random.fold_in(jax.random.fold_in(root, ITERATIONS), iteration)

@@ -1,8 +1,8 @@
 """The agent as a pure state machine, and the five algorithms as arrangements of such agents.
 
-An agent's iteration is: `estimate` a gradient from episodes of its own; send it; `advance` along what it made of the
-gradients it received; send the parameters; `settle` on what it made of the parameters it received. Nothing here sends
-anything: a simulator moves messages by indexing, a live peer over a network.
+An agent's iteration is: `play` episodes of its own; `estimate` a gradient from them; send it; `advance` along what it
+made of the gradients it received; send the parameters; `settle` on what it made of the parameters it received. Nothing
+here sends anything: a simulator moves messages by indexing, a live peer over a network.
 
 Every function takes a batch of agents, arrays leading with [agent]; a live peer's batch is one.
 """
@@ -17,10 +17,11 @@ from jax import Array
 
 from byzpg.attacks import Attack, ByzantineSet
 from byzpg.components import Component
-from byzpg.envs import Environment
+from byzpg.envs import Task
 from byzpg.gradients import Estimator, Health, ImportanceWeights, corrected_gradient, gradient
+from byzpg.lockstep import play
 from byzpg.policies import Policy
-from byzpg.rollouts import Clock, rollout
+from byzpg.rollouts import Clock, Episodes
 from byzpg.rules import Rule
 
 
@@ -49,7 +50,7 @@ class Sampled:
 class Agent(Component):
     """How one agent plays, estimates and moves: everything of the method that is not a message."""
 
-    env: Environment
+    env: Task
     policy: Policy
     horizon: int  # H
     discount: float  # γ
@@ -72,28 +73,31 @@ class Agent(Component):
             parameters, parameters, jnp.zeros_like(parameters), jax.vmap(self._transform.init)(parameters)
         )
 
-    def estimate(
-        self, state: AgentState, keys: Array, large: bool, attack: Attack, byzantine: Array | None
-    ) -> tuple[Array, Sampled]:
-        """Play episodes, and estimate the gradient ṽ_t [agent, d] from them.
+    def play(self, parameters: Array, keys: Array, large: bool, attack: Attack, byzantine: Array | None) -> Episodes:
+        """A batch of episodes with parameters [agent, d] and fresh keys [agent].
 
-        Large: ṽ = (1/N) Σ g(τ_i|θ_t). Small: the PAGE correction of v̂_{t−1} by B episodes. `keys` [agent] are fresh;
-        where `byzantine` [agent] is set, the attack's play hooks are at work.
+        Where `byzantine` [agent] is set, the attack's play hooks are at work.
         """
-        clock = Clock(self.horizon)
-        episodes = rollout(
+        return play(
             self.env,
             self.policy,
-            state.parameters,
+            parameters,
             keys,
             num_episodes=self.large_batch if large else self.small_batch,
             horizon=self.horizon,
             attack=attack,
             byzantine=byzantine,
         )
+
+    def estimate(self, state: AgentState, episodes: Episodes, large: bool) -> tuple[Array, Sampled]:
+        """Estimate the gradient ṽ_t [agent, d] from the agents' episodes.
+
+        Large: ṽ = (1/N) Σ g(τ_i|θ_t). Small: the PAGE correction of v̂_{t−1} by B episodes.
+        """
+        clock = Clock(self.horizon)
         if large:
             estimate = gradient(self.policy, state.parameters, episodes, self.estimator, self.discount, clock)
-            health = Health.perfect(len(keys))
+            health = Health.perfect(len(state.parameters))
         else:
             estimate, health = corrected_gradient(
                 self.policy,
@@ -157,6 +161,10 @@ class Federation:
     def num_holders(self) -> int:
         """How many hold parameters: every agent, or the one server."""
         return 1 if self.centralized else self.num_agents
+
+    def num_players(self, large: bool) -> int:
+        """How many play: every agent, or, of small batches, the one server."""
+        return self.num_agents if large else self.num_holders
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,10 @@ class Attack(Component):
     needs_key: ClassVar[bool] = False  # messages are random
     uses_rule: ClassVar[bool] = False  # looks at the receivers' rule
 
+    @property
+    def changes_actions(self) -> bool:
+        return type(self).act is not Attack.act
+
     def act(self, action: Array, uniform: Array, key: Array) -> Array:
         """The action taken where the policy chose `action`; `uniform` is a uniform draw from the action space."""
         return action

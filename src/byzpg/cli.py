@@ -25,6 +25,7 @@ from byzpg import aggregators, attacks, envs, figures, play, registry, statistic
 from byzpg.algorithms import ALGORITHMS
 from byzpg.components import Component
 from byzpg.config import Config, Settings
+from byzpg.envs import host
 from byzpg.robustness import certificate
 from byzpg.runs import Run, RunDirectory
 
@@ -219,7 +220,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Play:
-    """Play a trained policy in the real Gymnasium environment; prints returns and records the first episode."""
+    """Play a trained policy in the real environment; prints returns and, where it can be drawn, records an episode."""
 
     directory: tyro.conf.Positional[Path]
     """The run's directory."""
@@ -246,11 +247,12 @@ class Play:
         run = training.load(self.directory)
         policy = run.policy(self.index, self.agent)
         with console.status("playing"):
-            returns, frames = play.evaluate(policy, run.settings.env, self.episodes, self.seed, self.sample)
-            figures.save_animation(frames, output)
+            returns, frames = play.evaluate(policy, run.settings, self.episodes, self.seed, self.sample)
+            if frames:
+                figures.save_animation(frames, output)
         shown = ", ".join(f"{each:g}" for each in returns)
         _say(f"{run.settings.env}, {self.episodes} episodes: mean return {returns.mean():.1f} ({shown})")
-        _say(f"First episode: {output}")
+        _say(f"First episode: {output}" if frames else "This task makes no pictures.")
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,8 @@ class List:
                 family: {name: registry.summary(member) for name, member in members.items()}
                 for family, members in registry.FAMILIES.items()
             },
-            "environment": {name: registry.summary(member) for name, member in envs.ENVIRONMENTS.items()},
+            "environment": {name: registry.summary(member) for name, member in envs.ENVIRONMENTS.items()}
+            | host.available(),
         }
         for family, members in families.items():
             table = Table(title=family, title_justify="left", show_header=False, box=None, padding=(0, 2))
@@ -285,7 +288,8 @@ def _check_picture(path: Path) -> None:
 
 
 def _free_directory(settings: Settings) -> Path:
-    name = f"{settings.env}-{settings.algorithm}-{type(settings.attack).__name__}"
+    task = settings.env.replace(":", "-").replace("/", "-")
+    name = f"{task}-{settings.algorithm}-{type(settings.attack).__name__}"
     return next(path for number in count(1) if not (path := Path("runs") / f"{name}-{number}").exists())
 
 

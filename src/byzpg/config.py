@@ -21,11 +21,25 @@ from byzpg.policies import Policy, policy_for
 from byzpg.registry import fits, parse, type_name
 from byzpg.rules import Rule
 from byzpg.simulate import Simulation
+from byzpg.spaces import Box
 
 # Of each task, what all presets share: the paper's table.
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {"discount": 0.999, "hidden": (16, 16), "activation": "relu", "large_batch": 50, "small_batch": 4},
     "Pendulum-v1": {"discount": 0.97, "hidden": (32, 32), "activation": "tanh", "large_batch": 50, "small_batch": 4},
+}
+# Of a task that is in no table: what the paper takes for LunarLander.
+OTHER_TASKS: dict[str, Any] = {
+    "discount": 0.999,
+    "hidden": (64, 64),
+    "activation": "relu",
+    "large_batch": 96,
+    "small_batch": 32,
+}
+# What the tuned preset changes in a task.
+TUNED_TASKS: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {"large_batch": 30},
+    "Pendulum-v1": {"large_batch": 10, "switch_probability": 1.0},
 }
 
 PAPER: dict[str, Any] = {
@@ -48,7 +62,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tuned": PAPER
     | {
         "output_tanh": False,
-        "large_batch": 30,
         "estimator": GPOMDP(baseline="leave-one-out"),
         "importance": ImportanceWeights(cap=1.0),
         "aggregator": NNM(TrimmedMean()),
@@ -87,7 +100,7 @@ class Config:
     """What to train. None: from the preset, or from the task. Components go by name or as objects."""
 
     env: str = "CartPole-v1"
-    """The task."""
+    """The task: one of `byzpg list`, gymnasium:ID, envpool:ID, or your own as module:factory."""
     algorithm: str = "DecByzPG"
     """PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG or DecByzPG."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
@@ -168,7 +181,11 @@ class Config:
         if name is None:
             raise ValueError(unknown("algorithm", given["algorithm"], ALGORITHMS))
         algorithm = ALGORITHMS[name]
-        values: dict[str, Any] = TASKS.get(env.name, {}) | PRESETS[given["preset"]] | {"horizon": env.horizon}
+        values: dict[str, Any] = TASKS.get(env.name, OTHER_TASKS) | PRESETS[given["preset"]] | {"horizon": env.horizon}
+        if given["preset"] == "tuned":
+            values |= TUNED_TASKS.get(env.name, {})
+        if env.horizon is None and "horizon" not in given:
+            raise ValueError(f"{env.name} sets no limit to its episodes: say after how many steps to cut, --horizon.")
         values |= {"num_agents": 1 if algorithm.single else 13, **self._without_effect(name, algorithm), **given}
         values["algorithm"] = name
         if "num_byzantine" not in values:
@@ -308,8 +325,14 @@ class Settings:
         if self.rounds:
             self.agreement.check(self.num_agents, self.num_byzantine)
         jax.eval_shape(lambda: self.byzantine_set(self.num_agents, self.num_byzantine, 0, jax.random.key(0)))
-        if self.horizon > (longest := envs.make(self.env).horizon):
-            raise ValueError(f"horizon must be at most {longest}, where {self.env} ends episodes; got {self.horizon}.")
+        env = envs.make(self.env)
+        if env.horizon is not None and self.horizon > env.horizon:
+            raise ValueError(
+                f"horizon must be at most {env.horizon}, where {self.env} ends episodes; got {self.horizon}."
+            )
+        space = env.action_space
+        if self.attack.changes_actions and isinstance(space, Box) and not space.bounded:
+            raise ValueError(f"{self.attack} takes uniform actions, and those of {self.env} have no bounds: {space}.")
         self.bound_policy()
 
     def bound_policy(self) -> Policy:

@@ -1,17 +1,20 @@
-"""A trained policy in the real Gymnasium environment."""
+"""A trained policy in the real environment: the task itself or, of a task in JAX, Gymnasium's."""
 
 import os
 
 import jax
 import numpy as np
 
+from byzpg import envs
+from byzpg.config import Settings
+from byzpg.envs import host
 from byzpg.runs import TrainedPolicy
 
 
 def evaluate(
-    policy: TrainedPolicy, env: str, num_episodes: int, seed: int, sample: bool
+    policy: TrainedPolicy, settings: Settings, num_episodes: int, seed: int, sample: bool
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns [episode] of play from seeds `seed`, `seed` + 1, ..., and the pictures of the first episode.
+    """Returns [episode] of play from seeds `seed`, `seed` + 1, ..., and the pictures, if any, of the first episode.
 
     Actions are the most likely ones or, with `sample`, drawn from the policy.
     """
@@ -21,21 +24,22 @@ def evaluate(
     except ImportError:
         raise ValueError(missing) from None
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures stay in memory; looking for a screen, SDL complains
-    environment = gymnasium.make(env, render_mode="rgb_array")
-    returns, frames = [], []
+    task = host.describe(f"gymnasium:{settings.env}" if settings.env in envs.ENVIRONMENTS else settings.env)
+    returns, frames = np.zeros(num_episodes), []
+    only = np.zeros(1, int)
     try:
-        for episode in range(num_episodes):
-            observation, _ = environment.reset(seed=seed + episode)
-            total, step, ended = 0.0, 0, False
-            while not ended:
-                if episode == 0:
-                    frames.append(np.asarray(environment.render()))
-                key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), episode), step) if sample else None
-                observation, reward, terminated, truncated, _ = environment.step(policy.act(observation, key))
-                total, step, ended = total + float(reward), step + 1, terminated or truncated
-            returns.append(total)
+        with task.stage(1, drawn=True) as stage:
+            for episode in range(num_episodes):
+                observation = stage.reset(only + seed + episode)
+                for step in range(task.horizon or settings.horizon):
+                    if episode == 0 and (picture := stage.picture()) is not None:
+                        frames.append(picture)
+                    key = jax.random.fold_in(jax.random.key(seed), episode) if sample else None
+                    action = policy.act(observation, key if key is None else jax.random.fold_in(key, step))
+                    observation, reward, terminated, truncated = stage.step(only, action)
+                    returns[episode] += reward[0]
+                    if terminated[0] or truncated[0]:
+                        break
     except gymnasium.error.DependencyNotInstalled:
         raise ValueError(missing) from None
-    finally:
-        environment.close()
-    return np.asarray(returns), frames
+    return returns, frames

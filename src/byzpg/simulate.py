@@ -1,12 +1,14 @@
 """Whole federations, many seeds at once, as one compiled program: it moves messages and holds no line of the method.
 
 Iterations run in blocks: `lax.scan` inside, progress, checkpoints and Ctrl-C between. The coin belongs to the driver:
-all seeds of a simulation share one sequence, or every iteration would compute both batch sizes.
+all seeds of a simulation share one sequence, or every iteration would compute both batch sizes. On a host task episodes
+are played between programs, and all the rest of an iteration is one program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,11 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from byzpg.algorithms import AgentState, Federation, Sampled
+from byzpg.attacks import Attack
 from byzpg.coin import CommonCoin
+from byzpg.envs.host import HostTask
 from byzpg.exchange import Diagnostics, Phase, exchange
+from byzpg.rollouts import Episodes
 from byzpg.rules import Rule, clear_search_errors
 
 # Addresses of random numbers: fold_in(seed's key, INITIAL) for θ_0, SCHEDULE for who lies; for the rest, fold_in(seed's
@@ -98,7 +103,7 @@ class Simulation:
 
     def placed(self, state: SimulationState) -> SimulationState:
         """The state where `run` leaves it: from elsewhere, a second program would be compiled for the next block."""
-        return jax.device_put(state, jax.tree.map(partial(NamedSharding, self._mesh()), _layout(state)))
+        return _placed(state, self._mesh())
 
     def coin(self) -> CommonCoin:
         """The coin of all seeds: that of the first one's θ_0."""
@@ -109,13 +114,19 @@ class Simulation:
     ) -> tuple[SimulationState, Metrics]:
         """One iteration per entry of `batches`: LARGE, SMALL, or SKIP to fill up a block; metrics [seed, entry].
 
-        The state handed in is consumed. One program is compiled per length of `batches`.
+        The state handed in is consumed. One program is compiled per length of `batches`; on the host, one per size.
         """
         with clear_search_errors():
             seeds = jnp.asarray(self.seeds)
             keys = Keys(_keys(seeds, SCHEDULE), _keys(seeds, ITERATIONS))
             coins = (jnp.asarray(batches), jnp.asarray(output_iteration))
-            return jax.block_until_ready(_run_block(state, keys, *coins, self.federation, self._mesh()))
+            run = _run_on_host if self.on_host else _run_block
+            return jax.block_until_ready(run(state, keys, *coins, self.federation, self._mesh()))
+
+    @property
+    def on_host(self) -> bool:
+        """Whether episodes are played outside JAX."""
+        return isinstance(self.federation.agent.env, HostTask)
 
     def _mesh(self) -> Mesh:
         """Seeds need nothing of each other: they are dealt to as many devices as divide them evenly."""
@@ -157,9 +168,14 @@ def _run_block(
     )(state, keys, batches, output_iteration)
 
 
-def _layout(state: SimulationState) -> SimulationState:
+def _layout(tree):
     """Which leaves are dealt to devices by seed: all that have seeds."""
-    return jax.tree.map(lambda leaf: PartitionSpec("seed") if leaf.ndim else PartitionSpec(), state)
+    return jax.tree.map(lambda leaf: PartitionSpec("seed") if leaf.ndim else PartitionSpec(), tree)
+
+
+def _placed(tree, mesh: Mesh):
+    """The leaves on the devices that `_layout` gives them."""
+    return jax.device_put(tree, jax.tree.map(partial(NamedSharding, mesh), _layout(tree)))
 
 
 def _iterate_block(
@@ -168,45 +184,144 @@ def _iterate_block(
     """The iterations of one device's seeds."""
 
     def iterate(state: SimulationState, batch: Array) -> tuple[SimulationState, Metrics]:
-        arrived = jnp.equal(state.iteration, output_iteration)
-        state = replace(state, output=jnp.where(arrived, state.agents.parameters, state.output))
-        return lax.cond(batch == SKIP, _skip, partial(_iteration, federation), state, keys, batch == LARGE)
+        state = _with_output(state, output_iteration)
+        iteration = partial(_iteration, federation, federation.agent.play)
+        return lax.cond(batch == SKIP, _skip, iteration, state, keys, batch == LARGE)
 
     state, metrics = lax.scan(iterate, state, batches)
     return state, jax.tree.map(lambda values: values.T, metrics)
 
 
-def _skip(state: SimulationState, keys: Keys, large: Array) -> tuple[SimulationState, Metrics]:
+def _run_on_host(
+    state: SimulationState, keys: Keys, batches: Array, output_iteration: Array, federation: Federation, mesh: Mesh
+) -> tuple[SimulationState, Metrics]:
+    """As `_run_block`, with episodes from outside JAX."""
+    metrics = []
+    for batch in batches.tolist():
+        if batch == SKIP:
+            metrics.append(_skip(state, keys, False)[1])
+            continue
+        large = batch == LARGE
+        # One device: the policies of one time step are too little to be dealt out.
+        players = jax.device_put(_players_now(state, keys, federation, large), mesh.devices[0])
+        episodes = federation.agent.play(
+            players.agents.parameters, players.keys, large, federation.attack, players.byzantine
+        )
+        state, entry = _run_iteration(state, keys, _placed(episodes, mesh), output_iteration, federation, large, mesh)
+        metrics.append(entry)
+    return state, jax.tree.map(lambda *entries: np.stack(entries, axis=1), *metrics)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("federation", "large", "mesh"),
+    donate_argnames="state",
+    compiler_options=QUICK_COMPILATION,
+)
+def _run_iteration(
+    state: SimulationState,
+    keys: Keys,
+    episodes: Episodes,
+    output_iteration: Array,
+    federation: Federation,
+    large: bool,
+    mesh: Mesh,
+) -> tuple[SimulationState, Metrics]:
+    """One iteration with the episodes given."""
+
+    def iterate(
+        state: SimulationState, keys: Keys, episodes: Episodes, output_iteration: Array
+    ) -> tuple[SimulationState, Metrics]:
+        return _iteration(federation, lambda *_: episodes, _with_output(state, output_iteration), keys, large)
+
+    return jax.shard_map(
+        iterate,
+        mesh=mesh,
+        in_specs=(_layout(state), PartitionSpec("seed"), _layout(episodes), PartitionSpec()),
+        out_specs=(_layout(state), PartitionSpec("seed")),
+        check_vma=False,
+    )(state, keys, episodes, output_iteration)
+
+
+def _with_output(state: SimulationState, output_iteration: Array) -> SimulationState:
+    arrived = jnp.equal(state.iteration, output_iteration)
+    return replace(state, output=jnp.where(arrived, state.agents.parameters, state.output))
+
+
+def _skip(state: SimulationState, keys: Keys, large: Array | bool) -> tuple[SimulationState, Metrics]:
     blank = jnp.full(len(keys.schedule), jnp.nan)
     return state, Metrics(*(blank for _ in fields(Metrics)))
 
 
-def _iteration(
-    federation: Federation, state: SimulationState, keys: Keys, large: Array
-) -> tuple[SimulationState, Metrics]:
-    """One iteration of all seeds."""
-    num_seeds, everyone, agent = len(keys.schedule), federation.num_agents, federation.agent
-    byzantine = jax.vmap(
-        lambda key: federation.byzantine_set(everyone, federation.num_byzantine, state.iteration, key)
-    )(keys.schedule)
-    is_honest = jax.vmap(lambda liars: jnp.ones(everyone, bool).at[liars].set(False))(byzantine)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cast:
+    """Who lies in an iteration, and everyone's random numbers."""
+
+    liars: Array  # [seed, f]
+    is_honest: Array  # [seed, agent]
+    play_keys: Array  # [seed, agent]
+    gradient_keys: Array  # [seed]
+    round_keys: Array  # [seed, round]
+
+
+def _cast(federation: Federation, iteration: Array, keys: Keys) -> Cast:
+    everyone = federation.num_agents
+    liars = jax.vmap(lambda key: federation.byzantine_set(everyone, federation.num_byzantine, iteration, key))(
+        keys.schedule
+    )
+    is_honest = jax.vmap(lambda each: jnp.ones(everyone, bool).at[each].set(False))(liars)
 
     def streams(key: Array) -> Array:
-        now = jax.random.fold_in(key, state.iteration)
+        now = jax.random.fold_in(key, iteration)
         return jax.vmap(jax.random.fold_in, (None, 0))(now, jnp.arange(everyone + 1 + federation.rounds))
 
     fresh = jax.vmap(streams)(keys.iterations)
-    play_keys, gradient_keys, round_keys = fresh[:, :everyone], fresh[:, everyone], fresh[:, everyone + 1 :]
+    return Cast(liars, is_honest, fresh[:, :everyone], fresh[:, everyone], fresh[:, everyone + 1 :])
 
-    def sample(num_players: int, batch_is_large: bool) -> tuple[Array, SampleMetrics]:
-        """The players' estimates [seed, player, d]. A lone player is honest: a server, or a lone agent."""
-        players = jax.tree.map(
-            lambda leaf: jnp.broadcast_to(leaf, (num_seeds, num_players, *leaf.shape[2:])), state.agents
-        )
-        honest = is_honest if num_players > 1 else jnp.ones((num_seeds, 1), bool)
-        estimates, sampled = agent.estimate(
-            _merge(players), _merge(play_keys[:, :num_players]), batch_is_large, federation.attack, ~_merge(honest)
-        )
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Players:
+    """Those who play in an iteration; arrays lead with [seed × player]."""
+
+    agents: AgentState
+    keys: Array
+    byzantine: Array
+
+
+def _players(federation: Federation, state: SimulationState, cast: Cast, large: bool) -> Players:
+    """A lone player is honest: a server, with agent 0's random numbers, or a lone agent."""
+    num_players = federation.num_players(large)
+    agents = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (leaf.shape[0], num_players, *leaf.shape[2:])), state.agents
+    )
+    liars = ~cast.is_honest if num_players > 1 else jnp.zeros_like(cast.is_honest[:, :1])
+    return _merge(Players(agents, cast.play_keys[:, :num_players], liars))
+
+
+@partial(jax.jit, static_argnames=("federation", "large"))
+def _players_now(state: SimulationState, keys: Keys, federation: Federation, large: bool) -> Players:
+    return _players(federation, state, _cast(federation, state.iteration, keys), large)
+
+
+# Plays a batch: of parameters, keys, whether it is large, attack, who lies.
+Play = Callable[[Array, Array, bool, Attack, Array], Episodes]
+
+
+def _iteration(
+    federation: Federation, play: Play, state: SimulationState, keys: Keys, large: Array | bool
+) -> tuple[SimulationState, Metrics]:
+    """One iteration of all seeds."""
+    num_seeds, agent = len(keys.schedule), federation.agent
+    cast = _cast(federation, state.iteration, keys)
+
+    def sample(batch_is_large: bool) -> tuple[Array, SampleMetrics]:
+        """The players' estimates [seed, player, d]."""
+        players = _players(federation, state, cast, batch_is_large)
+        episodes = play(players.agents.parameters, players.keys, batch_is_large, federation.attack, players.byzantine)
+        estimates, sampled = agent.estimate(players.agents, episodes, batch_is_large)
+        honest = _split(~players.byzantine, num_seeds)
         return _split(estimates, num_seeds), _sample_metrics(honest, _split(sampled, num_seeds))
 
     def send(rule: Rule, phase: Phase, vectors: Array, message_keys: Array) -> tuple[Array, Diagnostics]:
@@ -228,28 +343,28 @@ def _iteration(
             assert diagnostics is not None
             return results.reshape(federation.num_holders, -1), diagnostics
 
-        return jax.vmap(of_seed)(vectors, byzantine, message_keys)
+        return jax.vmap(of_seed)(vectors, cast.liars, message_keys)
 
     def aggregate(estimates: Array) -> tuple[Array, ExchangeMetrics]:
         if federation.num_agents == 1:
             return estimates, ExchangeMetrics.none(num_seeds)
-        aggregated, report = send(federation.aggregator, "gradients", estimates, gradient_keys)
-        return aggregated, _exchange_metrics(is_honest, report)
+        aggregated, report = send(federation.aggregator, "gradients", estimates, cast.gradient_keys)
+        return aggregated, _exchange_metrics(cast.is_honest, report)
 
-    if federation.centralized:  # the server samples small batches alone, with agent 0's random numbers
+    if federation.centralized:
 
         def by_workers() -> tuple[Array, SampleMetrics, ExchangeMetrics]:
-            estimates, sampled = sample(everyone, True)
+            estimates, sampled = sample(True)
             aggregated, exchanged = aggregate(estimates)
             return aggregated, sampled, exchanged
 
         def by_server() -> tuple[Array, SampleMetrics, ExchangeMetrics]:
-            return *sample(1, False), ExchangeMetrics.none(num_seeds)
+            return *sample(False), ExchangeMetrics.none(num_seeds)
 
-        aggregated, sampled, exchanged = lax.cond(large, by_workers, by_server)
+        aggregated, sampled, exchanged = _either(large, by_workers, by_server)
         own = aggregated  # of the one that holds parameters
     else:
-        own, sampled = lax.cond(large, partial(sample, everyone, True), partial(sample, everyone, False))
+        own, sampled = _either(large, partial(sample, True), partial(sample, False))
         aggregated, exchanged = aggregate(own)
 
     before = state.agents.parameters
@@ -264,12 +379,19 @@ def _iteration(
             agreed, report = send_parameters(parameters, message_keys)
             return agreed, (report.diameter_before, report.diameter_after)
 
-        agreed, (first, last) = lax.scan(agree, agents.parameters, round_keys.T)
+        agreed, (first, last) = lax.scan(agree, agents.parameters, cast.round_keys.T)
         diameters = jnp.stack([first[0], last[-1]])
         agents = agent.settle(before, agents, agreed)
 
     metrics = Metrics(**vars(sampled), **vars(exchanged), diameter_before=diameters[0], diameter_after=diameters[1])
     return SimulationState(agents, state.output, state.iteration + 1), metrics
+
+
+def _either(condition: Array | bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    """lax.cond, without the other branch where the condition is known beforehand."""
+    if isinstance(condition, bool):
+        return yes() if condition else no()
+    return lax.cond(condition, yes, no)
 
 
 def _mean(is_honest: Array, values: Array) -> Array:

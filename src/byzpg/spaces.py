@@ -1,12 +1,13 @@
 """The sets actions are taken from."""
 
 from dataclasses import dataclass
-from math import inf
 
 import jax.numpy as jnp
 from jax import Array
 
 from byzpg.components import check_count
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Discrete:
 
 @dataclass(frozen=True)
 class Box:
-    """Vectors of `size` numbers, number i between low[i] and high[i]."""
+    """Vectors of `size` numbers, number i between low[i] and high[i], which may be infinite."""
 
     size: int
     low: tuple[float, ...]
@@ -43,9 +44,14 @@ class Box:
 
     def __post_init__(self) -> None:
         check_count(self, size=self.size)
-        ordered = all(-inf < low < high < inf for low, high in zip(self.low, self.high, strict=False))
+        ordered = all(low < high for low, high in zip(self.low, self.high, strict=False))
         if not ordered or not len(self.low) == len(self.high) == self.size:
-            raise ValueError(f"Box: low and high must be {self.size} finite numbers each, low below high; got {self}.")
+            raise ValueError(f"Box: low and high must be {self.size} numbers each, low below high; got {self}.")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there are uniform actions: in float32, every side has a length."""
+        return all(high - low <= LARGEST for low, high in zip(self.low, self.high, strict=True))
 
     def numbers(self, actions: Array) -> tuple[Array, ...]:
         """Actions [..., size] as one array [...] per number."""
@@ -53,6 +59,8 @@ class Box:
 
     def uniform(self, unit: Array) -> Array:
         """Uniform actions [..., size] from uniform draws [..., size] in [0, 1)."""
+        if not self.bounded:
+            raise ValueError(f"there are no uniform actions without bounds; got {self}.")
         low, high = (jnp.asarray(limit, unit.dtype) for limit in (self.low, self.high))
         return low + unit * (high - low)
 

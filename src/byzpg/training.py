@@ -112,9 +112,10 @@ def _run(
     if checkpoint is not None:
         state, blocks, begin = _restored(simulation, checkpoint), [checkpoint.metrics], checkpoint.iteration
     saved = started
-    for first in range(begin, num_iterations, BLOCK):
-        last = min(first + BLOCK, num_iterations)
-        batches = np.full(BLOCK, SKIP)
+    block_length = 1 if simulation.on_host else BLOCK  # on the host, one iteration may take minutes
+    for first in range(begin, num_iterations, block_length):
+        last = min(first + block_length, num_iterations)
+        batches = np.full(block_length, SKIP)
         batches[: last - first] = np.where(plan.large[first:last], LARGE, SMALL)
         state, block = simulation.run(state, batches, plan.output_iteration)
         blocks.append({name: np.asarray(values)[:, : last - first] for name, values in vars(block).items()})

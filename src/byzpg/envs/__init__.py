@@ -1,10 +1,11 @@
-"""Environments as pure functions of arrays, by name."""
+"""Tasks by name: environments as pure functions of arrays, and those that live on the host."""
 
 from typing import Any, Protocol
 
 from jax import Array
 
 from byzpg.components import unknown
+from byzpg.envs import host
 from byzpg.envs.cartpole import CartPole
 from byzpg.envs.pendulum import Pendulum
 from byzpg.spaces import Space
@@ -57,8 +58,14 @@ class Environment(Protocol):
 ENVIRONMENTS: dict[str, type[Environment]] = {each.name: each for each in (CartPole, Pendulum)}
 
 
-def make(name: str) -> Environment:
-    """The environment of that name."""
+Task = Environment | host.HostTask
+
+
+def make(name: str) -> Task:
+    """The task of that name; with a colon in it, one on the host."""
+    if ":" in name:
+        return host.describe(name)
     if name not in ENVIRONMENTS:
-        raise ValueError(unknown("environment", name, ENVIRONMENTS))
+        hint = f" Did you mean 'gymnasium:{name}'?" if host.in_gymnasium(name) else ""
+        raise ValueError(unknown("environment", name, ENVIRONMENTS) + hint)
     return ENVIRONMENTS[name]()

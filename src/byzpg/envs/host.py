@@ -1,0 +1,344 @@
+"""Tasks outside JAX, stepped on the host: any of Gymnasium's or EnvPool's, and a user's own.
+
+A name tells which: `gymnasium:ID`, `envpool:ID`, or `module:factory`, the factory being a function of no arguments that
+returns a gymnasium.Env. Gymnasium and EnvPool are extras, imported when first asked for.
+"""
+
+import atexit
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from math import inf
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+
+from byzpg.components import Component, nearest
+from byzpg.spaces import Box, Discrete, Space
+
+EXTRAS = {"gymnasium": "Gymnasium", "envpool": "EnvPool"}
+
+
+class Outcome(NamedTuple):
+    """What one step of each of n environments led to."""
+
+    observations: np.ndarray  # [n, feature]
+    rewards: np.ndarray  # [n]
+    terminated: np.ndarray  # [n], the task itself ended there
+    truncated: np.ndarray  # [n], a limit of time or place cut it off
+
+
+class Stage(Protocol):
+    """Environments side by side, one episode each."""
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        """The first observations [episode, feature] of episodes with these seeds, each below 2³¹."""
+        ...
+
+    def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:
+        """One step of those episodes alone, in rising order; continuous actions are clipped to the task's bounds."""
+        ...
+
+    def picture(self) -> np.ndarray | None:
+        """The first episode as it looks now, where the task can be drawn."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostTask(Component):
+    """What all environments of a task have in common."""
+
+    name: str
+    observation_size: int
+    action_space: Space
+    horizon: int | None  # None: the task sets no limit
+    reward_threshold: float | None
+
+    @contextmanager
+    def stage(self, num_episodes: int, drawn: bool = False) -> Iterator[Stage]:
+        """Environments for as many episodes; Gymnasium's are kept for the next time."""
+        if self.name.startswith("envpool:"):
+            yield _Pool(self)
+            return
+        idle = [] if drawn else _idle.setdefault(self, [])
+        environments, idle[:num_episodes] = idle[:num_episodes], []
+        try:
+            while len(environments) < num_episodes:
+                another = _environment(self.name, drawn)
+                if environments and another is environments[-1]:
+                    raise ValueError(f"{self.name} must make a new environment each time, not the same one again.")
+                environments.append(another)
+                _check_alike(self, another)
+            yield _Environments(self, environments)
+        except BaseException:
+            _close(environments)
+            raise
+        if drawn:
+            _close(environments)
+        else:
+            idle[:0] = environments
+
+
+# Environments of Gymnasium that wait for their next episode.
+_idle: dict[HostTask, list[Any]] = {}
+
+
+def _close(environments: list[Any]) -> None:
+    for environment in environments:
+        environment.close()
+
+
+atexit.register(lambda: [_close(environments) for environments in _idle.values()])
+
+
+@cache
+def describe(name: str) -> HostTask:
+    """The task of that name, or one clear error."""
+    kind, _, rest = name.partition(":")
+    if kind == "envpool":
+        return _pool_description(name, rest)
+    environment = _environment(name)
+    try:
+        return _description(name, environment)
+    finally:
+        environment.close()
+
+
+def available() -> dict[str, str]:
+    """The kinds of tasks by how they are written, and what brings those that are not here."""
+
+    def missing(extra: str) -> str:
+        return "" if find_spec(extra) else f"; not here yet: {_install(extra)}"
+
+    return {
+        "gymnasium:ID": f"any task of Gymnasium with vectors as observations{missing('gymnasium')}",
+        "envpool:ID": f"any task of EnvPool with vectors as observations{missing('envpool')}",
+        "module:factory": "your own: a function of a Python module, without arguments, that returns a gymnasium.Env",
+    }
+
+
+def in_gymnasium(name: str) -> bool:
+    """Whether Gymnasium is here and has a task of that id."""
+    return find_spec("gymnasium") is not None and name in _extra("gymnasium").registry
+
+
+def _install(extra: str) -> str:
+    return f"pip install 'byzpg[{extra}]'"
+
+
+def _extra(module: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ValueError(f"this task needs {EXTRAS[module]}: {_install(module)}.") from None
+
+
+def _described(
+    name: str, observations: Any, actions: Any, horizon: int | None, reward_threshold: float | None
+) -> HostTask:
+    """The task with these spaces of Gymnasium."""
+    spaces = _extra("gymnasium").spaces
+    if not isinstance(observations, spaces.Box) or len(observations.shape) != 1:
+        raise ValueError(
+            f"{name} has observations {observations}: byzpg takes vectors, Box of shape (n,). A factory of your own "
+            "can put gymnasium.wrappers.FlattenObservation around it."
+        )
+    if isinstance(actions, spaces.Discrete):
+        space = Discrete(int(actions.n))
+    elif isinstance(actions, spaces.Box) and len(actions.shape) == 1 and np.issubdtype(actions.dtype, np.floating):
+        space = _box(actions)
+    else:
+        raise ValueError(
+            f"{name} has actions {actions}: byzpg takes Discrete ones, or vectors of numbers, Box of shape (n,)."
+        )
+    threshold = None if reward_threshold is None else float(reward_threshold)
+    return HostTask(name, observations.shape[0], space, horizon, threshold)
+
+
+def _box(actions: Any) -> Box:
+    """Gymnasium's Box as ours. A type's largest number stands for no bound, and so does, in EnvPool, its smallest."""
+    kind = np.finfo(actions.dtype)
+    low = tuple(-inf if each in (kind.tiny, kind.min) else float(each) for each in actions.low)
+    high = tuple(inf if each == kind.max else float(each) for each in actions.high)
+    return Box(len(low), low, high)
+
+
+def _description(name: str, environment: Any) -> HostTask:
+    spec, time_limit = environment.spec, "_max_episode_steps"
+    limit = None if spec is None else spec.max_episode_steps
+    if limit is None and environment.has_wrapper_attr(time_limit):  # a TimeLimit around a task without a spec
+        limit = environment.get_wrapper_attr(time_limit)
+    threshold = None if spec is None else spec.reward_threshold
+    return _described(name, environment.observation_space, environment.action_space, limit, threshold)
+
+
+def _check_alike(task: HostTask, environment: Any) -> None:
+    found = _description(task.name, environment)
+    if replace(found, horizon=task.horizon) != task:
+        raise ValueError(
+            f"{task.name} is not one task: its first environment had {task.observation_size} observations and actions "
+            f"{task.action_space}, another one {found.observation_size} and {found.action_space}."
+        )
+
+
+# Gymnasium, and what looks like it
+
+
+def _environment(name: str, drawn: bool = False) -> Any:
+    """A new environment; `drawn`: one that makes pictures, if the task can."""
+    kind, _, rest = name.partition(":")
+    gymnasium = _extra("gymnasium")
+    if kind != "gymnasium":
+        return _from_factory(name, gymnasium)
+    make = partial(gymnasium.make, rest, disable_env_checker=True)
+    try:
+        environment = make()
+        if drawn and "rgb_array" in environment.metadata.get("render_modes", ()):
+            environment.close()
+            environment = make(render_mode="rgb_array")
+        return environment
+    except gymnasium.error.UnregisteredEnv:
+        raise ValueError(f"Gymnasium has no task {rest!r}.{nearest(rest, gymnasium.registry)}") from None
+    except Exception as error:
+        _blame(f"{name} cannot be made", error)
+
+
+def _from_factory(name: str, gymnasium: ModuleType) -> Any:
+    module_name, _, factory_name = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:  # as with `python -m`
+        sys.path.insert(0, here)
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        kinds = "tasks are written gymnasium:ID, envpool:ID or module:factory."
+        _blame(f"{name}: the module {module_name!r} cannot be imported; {kinds}{nearest(module_name, EXTRAS)}", error)
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        raise ValueError(f"{name}: {module_name} has no function {factory_name!r}.{nearest(factory_name, dir(module))}")
+    try:
+        environment = factory()
+    except Exception as error:
+        _blame(f"{name}: the factory failed", error)
+    if not isinstance(environment, gymnasium.Env):
+        raise ValueError(f"{name}: the factory must return a gymnasium.Env, got {type(environment).__name__}.")
+    return environment
+
+
+def _blame(problem: str, error: Exception) -> NoReturn:
+    raise ValueError(f"{problem} ({type(error).__name__}: {error})") from error
+
+
+@dataclass(frozen=True)
+class _Environments:
+    """One object of Gymnasium per episode, stepped one after the other."""
+
+    task: HostTask
+    environments: list[Any]
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        """The seed fixes an episode, whatever was played before."""
+        observations = []
+        for environment, seed in zip(self.environments, seeds.tolist(), strict=True):
+            observations.append(self._checked(environment.reset(seed=seed)[0]))
+            _check_alike(self.task, environment)
+        return np.stack(observations)
+
+    def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:
+        space = self.environments[0].action_space
+        if isinstance(self.task.action_space, Discrete):
+            actions = space.start + actions.astype(np.int64)
+        else:
+            actions = _clipped(self.task.action_space, actions, space.dtype)
+        outcomes = [self.environments[episode].step(action) for episode, action in zip(episodes, actions, strict=True)]
+        observations, rewards, terminated, truncated, _ = zip(*outcomes, strict=True)
+        return Outcome(
+            np.stack([self._checked(each) for each in observations]),
+            np.asarray(rewards, np.float32),
+            np.asarray(terminated, bool),
+            np.asarray(truncated, bool),
+        )
+
+    def picture(self) -> np.ndarray | None:
+        first = self.environments[0]
+        return np.asarray(first.render()) if first.render_mode == "rgb_array" else None
+
+    def _checked(self, observation: Any) -> np.ndarray:
+        vector = np.asarray(observation, np.float32)
+        if vector.shape != (self.task.observation_size,):
+            raise ValueError(
+                f"{self.task.name} gave an observation of shape {vector.shape}, where its space says "
+                f"({self.task.observation_size},)."
+            )
+        return vector
+
+
+def _clipped(space: Box, actions: np.ndarray, dtype: Any) -> np.ndarray:
+    return np.clip(actions, space.low, space.high).astype(dtype)
+
+
+# EnvPool
+
+
+def _pool_description(name: str, task_id: str) -> HostTask:
+    envpool = _extra("envpool")
+    known: Sequence[str] = envpool.list_all_envs()
+    if task_id not in known:
+        raise ValueError(f"EnvPool has no task {task_id!r}.{nearest(task_id, known)}")
+    with _without_warnings():
+        try:
+            spec = envpool.make_spec(task_id)
+        except Exception as error:
+            _blame(f"{name} cannot be made", error)
+        spaces = (spec.gymnasium_observation_space, spec.gymnasium_action_space)
+    if spec.config.max_num_players > 1:
+        raise ValueError(f"{name} is a game of {spec.config.max_num_players} players: byzpg takes tasks of one.")
+    return _described(name, *spaces, spec.config.max_episode_steps, spec.reward_threshold)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """EnvPool's own spaces make Gymnasium warn about their precision."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Pool:
+    """All episodes in one pool of C++ environments, stepped by threads.
+
+    EnvPool seeds environments when it makes them and never after: so every batch of episodes gets a pool of its own, by
+    which an episode depends on its seed alone, and a run can be resumed to the bit. Making the pool takes milliseconds,
+    with MuJoCo two per environment.
+    """
+
+    def __init__(self, task: HostTask) -> None:
+        self.task = task
+        self.pool: Any = None
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        envpool, task_id = _extra("envpool"), self.task.name.partition(":")[2]
+        with _without_warnings():
+            self.pool = envpool.make(task_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds.tolist())
+            self.dtype = self.pool.action_space.dtype
+            observations, info = self.pool.reset()
+        return np.asarray(observations, np.float32)[np.argsort(info["env_id"])]
+
+    def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:
+        space = self.task.action_space
+        actions = actions.astype(self.dtype) if isinstance(space, Discrete) else _clipped(space, actions, self.dtype)
+        # Given some of its environments, a pool steps those alone.
+        *outcome, info = self.pool.step(actions, episodes.astype(np.int32))
+        order = np.argsort(info["env_id"])
+        observations, rewards, terminated, truncated = (np.asarray(each)[order] for each in outcome)
+        return Outcome(observations.astype(np.float32), rewards.astype(np.float32), terminated, truncated)
+
+    def picture(self) -> None:
+        return None

@@ -1,0 +1,133 @@
+"""Tasks as users write them, for tests: sound ones and broken ones."""
+
+from itertools import count
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.wrappers import TimeLimit
+
+START = (0.01, -0.02, 0.03, 0.04)
+
+
+class FixedStart(CartPoleEnv):
+    """CartPole that always starts alike."""
+
+    def reset(self, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(**options)
+        self.state = np.asarray(START)
+        return np.asarray(START, np.float32), {}
+
+
+def fixed_start() -> gymnasium.Env:
+    return TimeLimit(FixedStart(), 500)
+
+
+class Corridor(gymnasium.Env):
+    """Ends after 1 to 9 steps, which the seed decides: by itself if they are odd, else cut off. Pays the action."""
+
+    observation_space = spaces.Box(-1, 1, (2,))
+    action_space: spaces.Space = spaces.Discrete(3, start=-1)
+    made: ClassVar[list["Corridor"]] = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.num_steps = 0
+        self.left = 0
+        self.taken: list[Any] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.length = self.left = int(self.np_random.integers(1, 10))
+        return np.asarray([1, self.left / 9], np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.left > 0, "stepped after its end"
+        self.num_steps += 1
+        self.left -= 1
+        self.taken.append(action)
+        ended, odd = self.left == 0, self.length % 2 == 1
+        return np.asarray([0, self.left / 9], np.float32), float(np.sum(action)), ended and odd, ended and not odd, {}
+
+
+def corridor() -> gymnasium.Env:
+    return Corridor()
+
+
+class Slider(Corridor):
+    """The corridor with two numbers as action, one of them bounded."""
+
+    action_space = spaces.Box(np.asarray([-0.5, -np.inf], np.float32), np.asarray([0.25, np.inf], np.float32))
+
+
+def slider() -> gymnasium.Env:
+    return TimeLimit(Slider(), 9)
+
+
+class Misfit(Corridor):
+    """A corridor with other spaces."""
+
+    def __init__(self, observation_space: spaces.Space | None = None, action_space: spaces.Space | None = None) -> None:
+        super().__init__()
+        self.observation_space = observation_space or Corridor.observation_space
+        self.action_space = action_space or Corridor.action_space
+
+
+def dictionary() -> gymnasium.Env:
+    return Misfit(spaces.Dict({"place": spaces.Discrete(2)}))
+
+
+def image() -> gymnasium.Env:
+    return Misfit(spaces.Box(0, 255, (8, 8, 3), np.uint8))
+
+
+def many_choices() -> gymnasium.Env:
+    return Misfit(action_space=spaces.MultiDiscrete([2, 3]))
+
+
+def failing() -> gymnasium.Env:
+    raise KeyError("the map is missing")
+
+
+def no_environment() -> dict[str, int]:
+    return {}
+
+
+numbers = count()
+
+
+def always_another() -> gymnasium.Env:
+    return Misfit(action_space=spaces.Discrete(2 + next(numbers)))
+
+
+class Growing(Corridor):
+    """Another number of actions after every reset."""
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        self.action_space = spaces.Discrete(3 + next(numbers))
+        return super().reset(**options)
+
+
+def growing() -> gymnasium.Env:
+    return Growing()
+
+
+class Longer(Corridor):
+    """Observes more than its space says."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, *rest = super().step(action)
+        return np.append(observation, 0), *rest
+
+
+def longer() -> gymnasium.Env:
+    return Longer()
+
+
+ONE = Corridor()
+
+
+def the_same() -> gymnasium.Env:
+    return ONE
