@@ -341,6 +341,7 @@ class TwoStates(Component):
     horizon = HORIZON
     reward_threshold = None
     noise_size = 2
+    has_loops = False
 
     def reset(self, key: Array) -> Array:
         return (jax.random.uniform(key) < 0.5).astype(jnp.int32)

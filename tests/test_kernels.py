@@ -29,6 +29,7 @@ class Drifting(Component):
     horizon = 100
     reward_threshold = None
     noise_size = 1
+    has_loops = False
 
     def reset(self, key: Array) -> Numbers:
         return tuple(jax.random.normal(key, (2,)))

@@ -5,6 +5,7 @@ They are a plain axis and not a `vmap` around the loop, which would turn the loo
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -91,26 +92,44 @@ def rollout(
 
         return jax.vmap(of_agent, out_axes=1)(keys_of[:, purpose])
 
-    def keys_at(purpose: int, when: Array) -> Array:
+    def keys_at(keys_of: Array, purpose: int, when: Array) -> Array:
         return jax.vmap(jax.random.fold_in, (0, None))(keys_of[:, purpose], when)
 
-    def step(playing: Playing, given: tuple[Array, ...]) -> tuple[Playing, Played]:
-        time, noise, mischief = given
+    agents = (weights, keys_of, byzantine) if poisoned else (weights, None, None)
+
+    def step(agents: tuple[Any, ...], playing: Playing, given: tuple[Array, ...]) -> tuple[Playing, Played]:
+        (weights, keys_of, byzantine), (time, noise, mischief) = agents, given
         seen = jnp.stack(env.observe(playing.state), axis=-1)
         outputs = jax.vmap(policy.outputs)(weights, seen)
         action = jax.vmap(policy.choose)(weights, outputs, noise[..., : policy.noise_size])
         if poisoned is not None and byzantine is not None:
             mixed = env.action_space.uniform(mischief)
-            action = _where(byzantine, jax.vmap(poisoned.act)(action, mixed, keys_at(ACT, time)), action)
+            action = _where(byzantine, jax.vmap(poisoned.act)(action, mixed, keys_at(keys_of, ACT, time)), action)
         chance = tuple(noise[..., i] for i in range(policy.noise_size, noise.shape[-1]))
         playing, reward = playing.moved(env, env.action_space.numbers(action), chance, time, horizon)
         return playing, Played(seen, action, outputs, reward)
 
-    def in_a_loop(playing: Playing, times: Array, noise: Array, mischief: Array) -> tuple[Playing, Played]:
-        playing, played = lax.scan(step, playing, (times, noise, mischief))
+    def in_a_loop(
+        agents: tuple[Any, ...], playing: Playing, times: Array, noise: Array, mischief: Array
+    ) -> tuple[Playing, Played]:
+        playing, played = lax.scan(partial(step, agents), playing, (times, noise, mischief))
         return playing, jax.tree.map(lambda each: jnp.moveaxis(each, 0, 2), played)
 
-    def in_a_kernel(playing: Playing, times: Array, noise: Array, mischief: Array) -> tuple[Playing, Played]:
+    def agent_by_agent(
+        agents: tuple[Any, ...], playing: Playing, times: Array, noise: Array, mischief: Array
+    ) -> tuple[Playing, Played]:
+        """Loops inside a step go on until they are done for all: this way, for all of one agent's episodes."""
+
+        def of_agent(given: tuple[Any, ...]) -> tuple[Playing, Played]:
+            alone, playing, noise, mischief = jax.tree.map(lambda leaf: leaf[None], given)
+            by_time = (jnp.moveaxis(each, 1, 0) for each in (noise, mischief))
+            return jax.tree.map(lambda leaf: leaf[0], in_a_loop(alone, playing, times, *by_time))
+
+        return lax.map(of_agent, (agents, playing, jnp.moveaxis(noise, 1, 0), jnp.moveaxis(mischief, 1, 0)))
+
+    def in_a_kernel(
+        agents: tuple[Any, ...], playing: Playing, times: Array, noise: Array, mischief: Array
+    ) -> tuple[Playing, Played]:
         return play_in_kernel(env, policy, weights, playing, times, noise, horizon)
 
     def play_piece(carry: tuple[Array, Playing, Episodes]) -> tuple[Array, Playing, Episodes]:
@@ -119,16 +138,16 @@ def rollout(
         mischief = draws(MISCHIEF, piece, env.action_space.size if poisoned else 0)
         mine, chance = jnp.split(draws(NOISE, piece, policy.noise_size + env.noise_size), [policy.noise_size], axis=-1)
         noise = jnp.concatenate([policy.deviates(mine), chance], axis=-1)
-        if poisoned is None:
-            playing, played = lax.platform_dependent(
-                playing, times, noise, mischief, cuda=in_a_kernel, default=in_a_loop
-            )
-        else:  # attacks are written for whole arrays
-            playing, played = in_a_loop(playing, times, noise, mischief)
+        playing, played = lax.platform_dependent(
+            *(agents, playing, times, noise, mischief),
+            cpu=agent_by_agent if env.has_loops else in_a_loop,
+            cuda=in_a_loop if poisoned else in_a_kernel,  # attacks are written for whole arrays
+            default=in_a_loop,
+        )
         alive = times < playing.lengths[..., None]
         noted = played.reward
         if poisoned is not None and byzantine is not None:
-            noted = _where(byzantine, jax.vmap(poisoned.record)(noted, keys_at(RECORD, piece)), noted)
+            noted = _where(byzantine, jax.vmap(poisoned.record)(noted, keys_at(keys_of, RECORD, piece)), noted)
         log_probability = jax.vmap(policy.log_probability)(weights, played.outputs, played.action)
 
         def write(buffer: Array, values: Array) -> Array:

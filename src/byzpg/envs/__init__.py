@@ -42,6 +42,11 @@ class Environment(Protocol):
         """How many uniform draws in [0, 1) one step of the dynamics takes."""
         ...
 
+    @property
+    def has_loops(self) -> bool:
+        """Whether a step holds loops that take as long as the slowest of the batch."""
+        ...
+
     def reset(self, key: Array) -> Any:
         """The first state of one episode."""
         ...

@@ -43,6 +43,7 @@ class CartPole(Component):
     horizon = 500
     reward_threshold = 475.0
     noise_size = 0
+    has_loops = False
 
     def reset(self, key: Array) -> State:
         """A first state, every quantity uniform in ±0.05; for a batch, vmap over keys."""

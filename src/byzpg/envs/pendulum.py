@@ -36,6 +36,7 @@ class Pendulum(Component):
     horizon = 200
     reward_threshold = None
     noise_size = 0
+    has_loops = False
 
     def reset(self, key: Array) -> State:
         """A first state, uniform in angle and within ±1 in speed; for a batch, vmap over keys."""
