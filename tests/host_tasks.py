@@ -118,8 +118,8 @@ class Longer(Corridor):
     """Observes more than its space says."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, *rest = super().step(action)
-        return np.append(observation, 0), *rest
+        observation, reward, terminated, truncated, info = super().step(action)
+        return np.append(observation, 0), reward, terminated, truncated, info
 
 
 def longer() -> gymnasium.Env:

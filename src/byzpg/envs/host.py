@@ -261,7 +261,7 @@ class _Environments:
         observations, rewards, terminated, truncated, _ = zip(*outcomes, strict=True)
         return Outcome(
             np.stack([self._checked(each) for each in observations]),
-            np.asarray(rewards, np.float32),
+            np.asarray(rewards, np.float32).reshape(len(episodes)),  # some pay arrays of one number
             np.asarray(terminated, bool),
             np.asarray(truncated, bool),
         )
