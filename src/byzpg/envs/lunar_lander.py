@@ -1,0 +1,1149 @@
+"""LunarLander-v3 as array arithmetic: Gymnasium's lander and the parts of Box2D 2.3 (Catto) that move it, step for step.
+
+A hull with two legs on motorised hinges flies over ten ground edges. All is elementwise: every array has the batch's
+shape, and lists are Python tuples. Only the conditions of loops look at the whole batch, so smaller batches end earlier.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import pi, sqrt
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from byzpg.components import Component
+from byzpg.spaces import Box, Discrete, Space
+
+# gymnasium.envs.box2d.lunar_lander, lengths in metres: pixels / 30.
+TIME_STEP = 1 / 50
+GRAVITY = -10.0
+WIDTH, HEIGHT = 600 / 30, 400 / 30
+PAD_HEIGHT = HEIGHT / 4
+NUM_CORNERS = 11  # of the ground
+SPACING = WIDTH / (NUM_CORNERS - 1)
+LARGEST_FORCE = 1000.0  # of the push at the start
+MAIN_POWER, SIDE_POWER = 13.0, 0.6
+MAIN_DEPTH, SIDE_AWAY, SIDE_HEIGHT, SIDE_HEIGHT_ACROSS = 4 / 30, 12 / 30, 14 / 30, 17 / 30
+LEG_AWAY, LEG_DOWN = 20 / 30, 18 / 30
+LEG_SIDES = (-1.0, 1.0)
+LEG_TILT = 0.05  # at the start; hinge angles count from there
+HINGE_LIMITS = ((0.4 - LEG_TILT, 0.9 - LEG_TILT), (-0.9 + LEG_TILT, -0.4 + LEG_TILT))
+MOTOR_SPEED = 0.3
+LARGEST_MOTOR_IMPULSE = 40 * TIME_STEP
+FRICTION = sqrt(0.1 * 0.2)  # of a leg on the ground
+
+# b2Settings.h; Box2D keeps shapes, each 0.01 thick, touching by about `SLOP`.
+VELOCITY_ITERATIONS, POSITION_ITERATIONS, IMPACT_POSITION_ITERATIONS = 180, 60, 20
+THICKNESS = 0.02
+SLOP, ANGULAR_SLOP = 0.005, 2 / 180 * pi
+CORRECTION, IMPACT_CORRECTION = 0.2, 0.75
+LARGEST_CORRECTION, LARGEST_ANGULAR_CORRECTION = 0.2, 8 / 180 * pi
+LARGEST_CONDITION = 1000.0
+STILL_SPEED, STILL_SPIN, TIME_TO_SLEEP = 0.01, 2 / 180 * pi, 0.5
+IMPACT_DISTANCE, IMPACT_TOLERANCE = 0.005, 0.00125
+LARGEST_SUBSTEPS = 8
+
+Pair = tuple[Array, Array]
+Point = tuple[float, float]
+
+
+def dot(a: Any, b: Any) -> Array:
+    return a[0] * b[0] + a[1] * b[1]
+
+
+def cross(a: Any, b: Any) -> Array:
+    return a[0] * b[1] - a[1] * b[0]
+
+
+def plus(a: Any, b: Any) -> Pair:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def minus(a: Any, b: Any) -> Pair:
+    return a[0] - b[0], a[1] - b[1]
+
+
+def times(factor: Any, a: Any) -> Pair:
+    return factor * a[0], factor * a[1]
+
+
+def turned(rotation: Pair, a: Any) -> Pair:
+    """`a` rotated by (sine, cosine)."""
+    sine, cosine = rotation
+    return cosine * a[0] - sine * a[1], sine * a[0] + cosine * a[1]
+
+
+def turned_back(rotation: Pair, a: Any) -> Pair:
+    sine, cosine = rotation
+    return cosine * a[0] + sine * a[1], cosine * a[1] - sine * a[0]
+
+
+def choose(mask: Array, a: Any, b: Any) -> Any:
+    """`a` where the mask holds, else `b`, for every array of the two."""
+    return jax.tree.map(partial(jnp.where, mask), a, b)
+
+
+def some(mask: Array) -> Array:
+    # jnp.any would do, but Pallas kernels know no reduction by "or".
+    return jnp.max(mask.astype(jnp.int32)) > 0
+
+
+def smallest(values: Any, items: Any) -> tuple[Array, Any]:
+    """The smallest of the values and its item; of equal ones the first."""
+    value, item = values[0], items[0]
+    for other_value, other_item in zip(values[1:], items[1:], strict=True):
+        less = other_value < value
+        value, item = jnp.where(less, other_value, value), choose(less, other_item, item)
+    return value, item
+
+
+class Shape:
+    """A convex polygon of even density: corners counter-clockwise from its centre of mass."""
+
+    def __init__(self, corners: tuple[Point, ...], density: float) -> None:
+        sides = tuple(zip(corners, corners[1:] + corners[:1], strict=True))
+        areas = [(a[0] * b[1] - a[1] * b[0]) / 2 for a, b in sides]
+        self.mass = density * sum(areas)
+        self.centre: Point = tuple(
+            sum(area * (a[i] + b[i]) / 3 for area, (a, b) in zip(areas, sides, strict=True)) / sum(areas)
+            for i in range(2)
+        )  # pyright: ignore[reportAttributeAccessIssue]
+        self.corners = tuple((x - self.centre[0], y - self.centre[1]) for x, y in corners)
+        self.sides = tuple(zip(self.corners, self.corners[1:] + self.corners[:1], strict=True))
+        self.inertia = sum(
+            density * (a[0] * b[1] - a[1] * b[0]) / 12 * sum(p[i] * q[i] for p, q in ((a, a), (a, b), (b, b)) for i in (0, 1))
+            for a, b in self.sides
+        )
+        lengths = [sqrt((b[0] - a[0]) ** 2 + (b[1] - a[1]) ** 2) for a, b in self.sides]
+        self.normals = tuple(
+            ((b[1] - a[1]) / length, (a[0] - b[0]) / length) for (a, b), length in zip(self.sides, lengths, strict=True)
+        )
+
+
+HULL = Shape(tuple((x / 30, y / 30) for x, y in ((17, -10), (17, 0), (14, 17), (-14, 17), (-17, 0), (-17, -10))), 5.0)
+LEG = Shape(tuple((x * 2 / 30, y * 8 / 30) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))), 1.0)
+HULL_REACH, LEG_REACH = 0.8, 0.4  # more than from the centre to the corners, thickness included
+MOTOR_MASS = 1 / (1 / HULL.inertia + 1 / LEG.inertia)
+
+
+class Pose(NamedTuple):
+    position: Pair  # of the centre of mass
+    angle: Array
+
+    def rotation(self) -> Pair:
+        return jnp.sin(self.angle), jnp.cos(self.angle)
+
+    def point(self, local: Any) -> Pair:
+        return plus(self.position, turned(self.rotation(), local))
+
+
+class Velocity(NamedTuple):
+    linear: Pair
+    spin: Array
+
+    def pushed(self, shape: Shape, impulse: Pair, twist: Array) -> "Velocity":
+        """After a linear and an angular impulse."""
+        return Velocity(plus(self.linear, times(1 / shape.mass, impulse)), self.spin + twist / shape.inertia)
+
+
+class Body(NamedTuple):
+    pose: Pose
+    velocity: Velocity
+    rest: Array  # seconds for which it has been still
+
+
+class Contact(NamedTuple):
+    """What is remembered of a leg on one ground edge: up to two points by key (−1: none), and their impulses."""
+
+    keys: Pair
+    normal: Pair
+    tangent: Pair
+
+
+class Hinge(NamedTuple):
+    """What is remembered of a hinge: impulses, and at which limit it was: 1 lower, −1 upper, 0 neither."""
+
+    linear: Pair
+    limit: Array
+    motor: Array
+    side: Array
+
+
+class Leg(NamedTuple):
+    body: Body
+    hinge: Hinge
+    contacts: tuple[Contact, Contact]  # with the even and the odd edge of the two next to the leg
+    grounded: Array  # 1 or 0, as observed
+
+
+class State(NamedTuple):
+    """One float32 array per quantity, all of one shape: the batch."""
+
+    hull: Body
+    legs: tuple[Leg, Leg]
+    ground: tuple[Array, ...]  # heights of the corners, 2 m apart
+    shaping: Array
+    ended: Array  # 1 or 0: an ended episode holds up no loop
+
+
+class Edge(NamedTuple):
+    start: Pair
+    end: Pair
+    normal: Pair  # upwards
+
+
+class Manifold(NamedTuple):
+    """Where a polygon meets an edge: a reference face and up to two points, each in the frame of its own body."""
+
+    on_body: Array  # the face is the polygon's, the points are the edge's; else the other way round
+    normal: Pair
+    plane: Pair
+    points: tuple[Pair, Pair]
+    keys: Pair  # −1: no such point
+
+
+class Patch(NamedTuple):
+    """A contact as the velocity solver sees it; an absent point has no mass."""
+
+    normal: Pair
+    normal_arms: Pair
+    tangent_arms: Pair
+    normal_masses: Pair
+    tangent_masses: Pair
+    stiffness: tuple[Array, Array, Array]
+    inverse: tuple[Array, Array, Array]
+    both: Array
+
+
+class Impulses(NamedTuple):
+    """Of a contact's two points."""
+
+    normal: Pair
+    tangent: Pair
+
+
+class HingeMasses(NamedTuple):
+    """A hinge as the velocity solver sees it: inverses of its point's and of all its compliance, row by row."""
+
+    hull_arm: Pair
+    leg_arm: Pair
+    coupling: Pair
+    inverse_point: tuple[Array, Array, Array]
+    inverse_all: tuple[Array, ...]
+
+
+class Axis(NamedTuple):
+    """A direction from an edge to a polygon: the outward one of a polygon's face turned round, or fixed in the world."""
+
+    on_body: Array
+    normal: Pair
+    anchor: Pair  # a corner of that face
+
+
+def edges_below(ground: tuple[Array, ...], x: Array) -> tuple[tuple[Edge, Edge], Array]:
+    """The two edges that meet at the corner nearest to x, the even one first, and whether the even one is on the right.
+
+    A body spans less than 2 m, so it reaches no other; an edge keeps its place for as long as it can be reached.
+    """
+    corner = jnp.clip(jnp.floor(x / SPACING + 0.5), 1, NUM_CORNERS - 2)
+    heights = ground[:3]
+    for i in range(2, NUM_CORNERS - 1):
+        heights = choose(corner == i, ground[i - 1 : i + 2], heights)
+    corners = tuple(((corner + i) * SPACING, height) for i, height in zip((-1, 0, 1), heights, strict=True))
+
+    def edge(start: Pair, end: Pair) -> Edge:
+        rise = end[1] - start[1]
+        length = jnp.sqrt(SPACING**2 + rise * rise)
+        return Edge(start, end, (-rise / length, SPACING / length))
+
+    left, right = edge(*corners[:2]), edge(*corners[1:])
+    even_right = corner == 2 * jnp.floor(corner / 2)
+    return (choose(even_right, right, left), choose(even_right, left, right)), even_right
+
+
+# Contacts
+
+
+def clipped(
+    points: tuple[Pair, Pair], keys: Pair, normal: Pair, offset: Array, new_key: Array
+) -> tuple[tuple[Pair, Pair], Pair, Array]:
+    """The part of a segment behind a line, and whether there is one."""
+    first, second = (dot(normal, point) - offset for point in points)
+    crossing = first * second < 0
+    share = first / jnp.where(crossing, first - second, 1.0)
+    cut = plus(points[0], times(share, minus(points[1], points[0])))
+    behind = first <= 0
+    new_points = choose(behind, points[0], points[1]), choose(crossing, cut, points[1])
+    new_keys = jnp.where(behind, keys[0], keys[1]), jnp.where(crossing, new_key, keys[1])
+    return new_points, new_keys, crossing | (behind & (second <= 0))
+
+
+def collide(shape: Shape, pose: Pose, edge: Edge) -> Manifold:
+    """The manifold of a polygon and an edge without neighbours, which collides on both sides (b2CollideEdge)."""
+    rotation = pose.rotation()
+    corners = tuple(plus(pose.position, turned(rotation, corner)) for corner in shape.corners)
+    normals = tuple(turned(rotation, normal) for normal in shape.normals)
+    below = dot(edge.normal, minus(pose.position, edge.start)) <= 0
+    facing = choose(below, times(-1.0, edge.normal), edge.normal)
+
+    edge_separation = smallest(tuple(dot(facing, minus(corner, edge.start)) for corner in corners), corners)[0]
+    faces = tuple(zip(range(len(corners)), corners, normals, shape.corners, shape.normals, strict=True))
+    sides = tuple(zip(faces, faces[1:] + faces[:1], strict=True))
+    overlap, (face, after) = smallest(
+        tuple(
+            jnp.maximum(dot(normal, minus(corner, edge.start)), dot(normal, minus(corner, edge.end)))
+            for corner, normal in zip(corners, normals, strict=True)
+        ),
+        sides,
+    )
+    # Hysteresis: the edge's face unless the polygon's is clearly the one of less overlap.
+    on_body = -overlap > 0.98 * edge_separation + 0.001
+    _, (incident, beyond) = smallest(tuple(dot(facing, normal) for normal in normals), sides)
+
+    # A point's key is a number for b2ContactID: a corner of the polygon 0…, one cut off at an end of the edge 8… and 16…,
+    # those on a face of the polygon 32 × face…. Box2D's own keys coincide where these do.
+    start_index, end_index = jnp.where(below, 0.0, 1.0), jnp.where(below, 1.0, 0.0)
+    points = choose(on_body, (edge.start, edge.end), (incident[1], beyond[1]))
+    keys = choose(on_body, (32.0 * face[0], 32.0 * face[0]), (incident[0] + 0.0, beyond[0] + 0.0))
+    reference = choose(on_body, (face[1], after[1]), choose(below, (edge.start, edge.end), (edge.end, edge.start)))
+    normal = choose(on_body, face[2], facing)
+    across = (normal[1], -normal[0])
+    new_key = jnp.where(on_body, 33.0 * face[0], keys[0] + 8.0 * (1.0 + start_index))
+    points, keys, first_part = clipped(points, keys, across, dot(across, reference[0]), new_key)
+    index = keys[0] - 8.0 * jnp.floor(keys[0] / 8.0)
+    new_key = jnp.where(on_body, 32.0 * face[0] + after[0], index + 8.0 * (1.0 + end_index))
+    across = times(-1.0, across)
+    points, keys, second_part = clipped(points, keys, across, dot(across, reference[1]), new_key)
+
+    touching = (edge_separation <= THICKNESS) & (-overlap <= THICKNESS) & first_part & second_part
+    first, second = (touching & (dot(normal, minus(point, reference[0])) <= THICKNESS) for point in points)
+    local = tuple(turned_back(rotation, minus(point, pose.position)) for point in points)
+    points = choose(on_body, points, local)
+    return Manifold(
+        on_body,
+        choose(on_body, face[4], facing),
+        choose(on_body, face[3], reference[0]),
+        (choose(first, points[0], points[1]), points[1]),
+        (
+            jnp.where(first, keys[0], jnp.where(second, keys[1], -1.0)),
+            jnp.where(first & second, keys[1], -1.0),
+        ),
+    )
+
+
+def meeting(manifold: Manifold, pose: Pose, point: Pair) -> tuple[Pair, Pair, Array]:
+    """In the world: the normal from the edge to the polygon, the point, and the separation there."""
+    rotation = pose.rotation()
+    normal = choose(manifold.on_body, turned(rotation, manifold.normal), manifold.normal)
+    plane = choose(manifold.on_body, plus(pose.position, turned(rotation, manifold.plane)), manifold.plane)
+    point = choose(manifold.on_body, point, plus(pose.position, turned(rotation, point)))
+    separation = dot(minus(point, plane), normal)
+    return choose(manifold.on_body, times(-1.0, normal), normal), point, separation
+
+
+def renewed(contact: Contact, manifold: Manifold, grounded: Array) -> tuple[Contact, Array]:
+    """A contact with the impulses of the points that are still there, and whether the leg counts as grounded.
+
+    That is by events, as in Gymnasium: the end of one contact clears what another one has set.
+    """
+
+    def kept(impulses: Pair) -> Pair:
+        old_first, old_second = contact.keys
+        return tuple(
+            jnp.where(key == old_first, impulses[0], jnp.where(key == old_second, impulses[1], 0.0))
+            for key in manifold.keys
+        )  # pyright: ignore[reportReturnType]
+
+    before, now = contact.keys[0] >= 0, manifold.keys[0] >= 0
+    grounded = jnp.where(now & ~before, 1.0, jnp.where(before & ~now, 0.0, grounded))
+    return Contact(manifold.keys, kept(contact.normal), kept(contact.tangent)), grounded
+
+
+def patch_of(manifold: Manifold, pose: Pose) -> Patch:
+    """A leg's contact prepared for the velocity solver."""
+    spots = tuple(meeting(manifold, pose, point) for point in manifold.points)
+    normal = spots[0][0]
+    tangent = normal[1], -normal[0]
+    first, second = (key >= 0 for key in manifold.keys)
+    # On either side's face the point lies half the separation back along that face's normal.
+    arms = tuple(
+        minus(plus(point, times(jnp.where(manifold.on_body, 0.5, -0.5) * separation, normal)), pose.position)
+        for _, point, separation in spots
+    )
+    normal_arms, tangent_arms = (tuple(cross(arm, direction) for arm in arms) for direction in (normal, tangent))
+
+    def compliance(a: Array, b: Array) -> Array:
+        return 1 / LEG.mass + a * b / LEG.inertia
+
+    one, other = normal_arms
+    stiffness = compliance(one, one), compliance(one, other), compliance(other, other)
+    determinant = stiffness[0] * stiffness[2] - stiffness[1] * stiffness[1]
+    both = second & (stiffness[0] * stiffness[0] < LARGEST_CONDITION * determinant)
+    inverse_determinant = 1 / jnp.where(both, determinant, 1.0)
+    present = first, both
+    return Patch(
+        normal,
+        normal_arms,
+        tangent_arms,
+        tuple(jnp.where(here, 1 / k, 0.0) for here, k in zip(present, (stiffness[0], stiffness[2]), strict=True)),
+        tuple(
+            jnp.where(here, 1 / compliance(arm, arm), 0.0) for here, arm in zip(present, tangent_arms, strict=True)
+        ),
+        stiffness,
+        (
+            stiffness[2] * inverse_determinant,
+            -stiffness[1] * inverse_determinant,
+            stiffness[0] * inverse_determinant,
+        ),
+        both,
+    )  # pyright: ignore[reportArgumentType]
+
+
+def in_solver(patch: Patch, contact: Contact) -> Impulses:
+    """The impulses of the points that the velocity solver treats."""
+    return Impulses(
+        (contact.normal[0], jnp.where(patch.both, contact.normal[1], 0.0)),
+        (contact.tangent[0], jnp.where(patch.both, contact.tangent[1], 0.0)),
+    )
+
+
+def remembered(patch: Patch, contact: Contact, impulses: Impulses) -> Contact:
+    return Contact(
+        contact.keys,
+        (impulses.normal[0], jnp.where(patch.both, impulses.normal[1], contact.normal[1])),
+        (impulses.tangent[0], jnp.where(patch.both, impulses.tangent[1], contact.tangent[1])),
+    )
+
+
+def warmed(patch: Patch, impulses: Impulses, velocity: Velocity) -> Velocity:
+    """After the impulses of the step before."""
+    (a, b), (c, d) = impulses
+    normal, tangent = patch.normal, (patch.normal[1], -patch.normal[0])
+    impulse = plus(times(a + b, normal), times(c + d, tangent))
+    return velocity.pushed(LEG, impulse, dot(patch.normal_arms, (a, b)) + dot(patch.tangent_arms, (c, d)))
+
+
+def without_approach(patch: Patch, impulses: Impulses, velocity: Velocity) -> tuple[Impulses, Velocity]:
+    """One round of a contact: friction point by point, then both normal impulses at once (b2ContactSolver)."""
+    normal, tangent = patch.normal, (patch.normal[1], -patch.normal[0])
+    along, away, spin = dot(velocity.linear, tangent), dot(velocity.linear, normal), velocity.spin
+    friction = []
+    for arm, mass, pressed, old in zip(
+        patch.tangent_arms, patch.tangent_masses, impulses.normal, impulses.tangent, strict=True
+    ):
+        limit = FRICTION * pressed
+        new = jnp.clip(old - mass * (along + spin * arm), -limit, limit)
+        along, spin = along + (new - old) / LEG.mass, spin + (new - old) * arm / LEG.inertia
+        friction.append(new)
+
+    # A small linear complementarity problem, by cases: both points press, the first, the second, or none.
+    (one, other), (old_one, old_other) = patch.normal_arms, impulses.normal
+    k_one, k_mixed, k_other = patch.stiffness
+    left_one = away + spin * one - (k_one * old_one + k_mixed * old_other)
+    left_other = away + spin * other - (k_mixed * old_one + k_other * old_other)
+    inverse_one, inverse_mixed, inverse_other = patch.inverse
+    both = (
+        -(inverse_one * left_one + inverse_mixed * left_other),
+        -(inverse_mixed * left_one + inverse_other * left_other),
+    )
+    first, second = -patch.normal_masses[0] * left_one, -patch.normal_masses[1] * left_other
+    both_press = patch.both & (both[0] >= 0) & (both[1] >= 0)
+    first_presses = (first >= 0) & (~patch.both | (k_mixed * first + left_other >= 0))
+    second_presses = patch.both & (second >= 0) & (k_mixed * second + left_one >= 0)
+    none_press = (left_one >= 0) & (~patch.both | (left_other >= 0))
+    new_one = jnp.where(
+        both_press,
+        both[0],
+        jnp.where(first_presses, first, jnp.where(second_presses | none_press, 0.0, old_one)),
+    )
+    new_other = jnp.where(
+        both_press,
+        both[1],
+        jnp.where(first_presses, 0.0, jnp.where(second_presses, second, jnp.where(none_press, 0.0, old_other))),
+    )
+    more_one, more_other = new_one - old_one, new_other - old_other
+    away = away + (more_one + more_other) / LEG.mass
+    spin = spin + (one * more_one + other * more_other) / LEG.inertia
+    linear = plus(times(away, normal), times(along, tangent))
+    return Impulses((new_one, new_other), (friction[0], friction[1])), Velocity(linear, spin)
+
+
+def pushed_apart(manifold: Manifold, pose: Pose, correction: float) -> tuple[Pose, Array]:
+    """One round of a leg's position against an edge, point by point, and the least separation found."""
+    least = jnp.zeros_like(pose.angle)
+    for key, point in zip(manifold.keys, manifold.points, strict=True):
+        normal, spot, separation = meeting(manifold, pose, point)
+        separation = jnp.where(key >= 0, separation - THICKNESS, 0.0)
+        least = jnp.minimum(least, separation)
+        arm = cross(minus(spot, pose.position), normal)
+        depth = jnp.clip(correction * (separation + SLOP), -LARGEST_CORRECTION, 0.0)
+        impulse = -depth / (1 / LEG.mass + arm * arm / LEG.inertia)
+        pose = Pose(
+            plus(pose.position, times(impulse / LEG.mass, normal)), pose.angle + impulse * arm / LEG.inertia
+        )
+    return pose, least
+
+
+# Hinges
+
+
+def point_compliance(hull_arm: Pair, leg_arm: Pair) -> tuple[Array, Array, Array]:
+    """How far a hinge's two points part per impulse: xx, xy, yy."""
+    masses = 1 / HULL.mass + 1 / LEG.mass
+    return (
+        masses + hull_arm[1] * hull_arm[1] / HULL.inertia + leg_arm[1] * leg_arm[1] / LEG.inertia,
+        -hull_arm[1] * hull_arm[0] / HULL.inertia - leg_arm[1] * leg_arm[0] / LEG.inertia,
+        masses + hull_arm[0] * hull_arm[0] / HULL.inertia + leg_arm[0] * leg_arm[0] / LEG.inertia,
+    )
+
+
+def hinge_arms(side: float, hull: Pose, leg: Pose) -> tuple[Pair, Pair]:
+    """From the two centres of mass to the hinge."""
+    hull_arm = turned(hull.rotation(), (-HULL.centre[0], -HULL.centre[1]))
+    return hull_arm, turned(leg.rotation(), (side * LEG_AWAY, LEG_DOWN))
+
+
+def hinge_masses(side: float, hull: Pose, leg: Pose) -> HingeMasses:
+    hull_arm, leg_arm = hinge_arms(side, hull, leg)
+    xx, xy, yy = point_compliance(hull_arm, leg_arm)
+    xz = -hull_arm[1] / HULL.inertia - leg_arm[1] / LEG.inertia
+    yz = hull_arm[0] / HULL.inertia + leg_arm[0] / LEG.inertia
+    zz = 1 / MOTOR_MASS
+    one = 1 / (xx * yy - xy * xy)
+    minors = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - yy * xz, xx * zz - xz * xz, xy * xz - xx * yz
+    every = 1 / (xx * minors[0] + xy * minors[1] + xz * minors[2])
+    return HingeMasses(
+        hull_arm,
+        leg_arm,
+        (xz, yz),
+        (yy * one, -xy * one, xx * one),
+        (*(minor * every for minor in minors), every / one),
+    )
+
+
+def hinge_side(limits: tuple[float, float], hull: Pose, leg: Pose) -> Array:
+    """At which limit a hinge is: 1 the lower, −1 the upper, 0 neither."""
+    angle = leg.angle - hull.angle
+    return jnp.where(angle <= limits[0], 1.0, jnp.where(angle >= limits[1], -1.0, 0.0))
+
+
+def pulled(
+    masses: HingeMasses, hull: Velocity, leg: Velocity, impulse: Pair, twist: Array
+) -> tuple[Velocity, Velocity]:
+    """Hull and leg after what a hinge does to both."""
+    on_hull = cross(masses.hull_arm, impulse) + twist
+    hull = hull.pushed(HULL, times(-1.0, impulse), -on_hull)
+    return hull, leg.pushed(LEG, impulse, cross(masses.leg_arm, impulse) + twist)
+
+
+def held_together(
+    side: float, masses: HingeMasses, hinge: Hinge, hull: Velocity, leg: Velocity
+) -> tuple[Hinge, Velocity, Velocity]:
+    """One round of a hinge: its motor, then the point it holds and the limit it is at (b2RevoluteJoint)."""
+    motor = hinge.motor - MOTOR_MASS * (leg.spin - hull.spin - side * MOTOR_SPEED)
+    motor = jnp.clip(motor, -LARGEST_MOTOR_IMPULSE, LARGEST_MOTOR_IMPULSE)
+    more = motor - hinge.motor
+    hull_spin, leg_spin = hull.spin - more / HULL.inertia, leg.spin + more / LEG.inertia
+
+    def at(velocity: Pair, spin: Array, arm: Pair) -> Pair:
+        return velocity[0] - spin * arm[1], velocity[1] + spin * arm[0]
+
+    x, y = minus(at(leg.linear, leg_spin, masses.leg_arm), at(hull.linear, hull_spin, masses.hull_arm))
+    z = leg_spin - hull_spin
+    xx, xy, xz, yy, yz, zz = masses.inverse_all
+    limit = -(xz * x + yz * y + zz * z)
+    holds = hinge.side * (hinge.limit + limit) > 0
+    x_free, y_free = hinge.limit * masses.coupling[0] - x, hinge.limit * masses.coupling[1] - y
+    xx_free, xy_free, yy_free = masses.inverse_point
+    impulse = (
+        jnp.where(holds, -(xx * x + xy * y + xz * z), xx_free * x_free + xy_free * y_free),
+        jnp.where(holds, -(xy * x + yy * y + yz * z), xy_free * x_free + yy_free * y_free),
+    )
+    limit = jnp.where(holds, limit, -hinge.limit)
+    hull, leg = pulled(masses, Velocity(hull.linear, hull_spin), Velocity(leg.linear, leg_spin), impulse, limit)
+    return Hinge(plus(hinge.linear, impulse), hinge.limit + limit, motor, hinge.side), hull, leg
+
+
+def put_together(
+    side: float, limits: tuple[float, float], at_limit: Array, hull: Pose, leg: Pose
+) -> tuple[Pose, Pose, Array]:
+    """One round of a hinge's position, and whether it was within the slop."""
+    angle = leg.angle - hull.angle
+    beyond = jnp.where(at_limit > 0, limits[0] - angle, jnp.where(at_limit < 0, angle - limits[1], 0.0))
+    twist = MOTOR_MASS * at_limit * jnp.clip(beyond - ANGULAR_SLOP, 0.0, LARGEST_ANGULAR_CORRECTION)
+    hull = Pose(hull.position, hull.angle - twist / HULL.inertia)
+    leg = Pose(leg.position, leg.angle + twist / LEG.inertia)
+    hull_arm, leg_arm = hinge_arms(side, hull, leg)
+    x, y = minus(plus(leg.position, leg_arm), plus(hull.position, hull_arm))
+    xx, xy, yy = point_compliance(hull_arm, leg_arm)
+    inverse = 1 / (xx * yy - xy * xy)
+    impulse = -inverse * (yy * x - xy * y), -inverse * (xx * y - xy * x)
+    hull = Pose(
+        minus(hull.position, times(1 / HULL.mass, impulse)), hull.angle - cross(hull_arm, impulse) / HULL.inertia
+    )
+    leg = Pose(plus(leg.position, times(1 / LEG.mass, impulse)), leg.angle + cross(leg_arm, impulse) / LEG.inertia)
+    return hull, leg, (x * x + y * y <= SLOP**2) & (beyond <= ANGULAR_SLOP)
+
+
+# Time of impact
+
+
+def between(start: Pose, end: Pose, share: Array) -> Pose:
+    return jax.tree.map(lambda a, b: (1 - share) * a + share * b, start, end)
+
+
+def closest(shape: Shape, pose: Pose, edge: Edge) -> tuple[Array, Axis]:
+    """The distance of a polygon and an edge, 0 if they overlap, and the axis along which it is."""
+    rotation = pose.rotation()
+    corners = tuple(minus(plus(pose.position, turned(rotation, corner)), edge.start) for corner in shape.corners)
+    along = minus(edge.end, edge.start)
+    heights = tuple(dot(corner, edge.normal) for corner in corners)
+    above = smallest(heights, heights)[0] > 0
+    below = smallest(tuple(-height for height in heights), heights)[0] > 0
+    apart = above | below
+    squares, axes = [], []
+    nowhere = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
+    for corner in corners:
+        share = dot(corner, along) / dot(along, along)
+        inside = (share > 0) & (share < 1)
+        gap = minus(corner, times(jnp.clip(share, 0.0, 1.0), along))
+        squares.append(dot(gap, gap))
+        upright = choose(above, edge.normal, times(-1.0, edge.normal))
+        axes.append((jnp.where(inside, 1.0, 0.0), choose(inside, upright, gap), nowhere))
+    ends = tuple(turned_back(rotation, minus(end, pose.position)) for end in (edge.start, edge.end))
+    for (corner, other), normal in zip(shape.sides, shape.normals, strict=True):
+        side = other[0] - corner[0], other[1] - corner[1]
+        distances = tuple(dot(minus(end, corner), normal) for end in ends)
+        apart = apart | ((distances[0] > 0) & (distances[1] > 0))
+        for end, distance in zip(ends, distances, strict=True):
+            share = dot(minus(end, corner), side) / (side[0] * side[0] + side[1] * side[1])
+            opposite = (share > 0) & (share < 1) & (distance > 0)
+            squares.append(jnp.where(opposite, distance * distance, jnp.inf))
+            axes.append((2.0, (-normal[0], -normal[1]), corner))
+    square, (kind, normal, anchor) = smallest(tuple(squares), tuple(axes))
+    distance = jnp.where(apart, jnp.sqrt(square), 0.0)
+    length = jnp.where((kind == 0) & apart, distance, 1.0)
+    return distance, Axis(kind == 2, (normal[0] / length, normal[1] / length), anchor)
+
+
+def separation_along(axis: Axis, pose: Pose, witness: tuple[Pair, Pair]) -> Array:
+    """How far two points, one of the edge and one of the polygon, are apart along an axis."""
+    rotation = pose.rotation()
+    normal = choose(axis.on_body, turned(rotation, axis.normal), axis.normal)
+    of_edge, of_polygon = witness
+    return dot(minus(plus(pose.position, turned(rotation, of_polygon)), of_edge), normal)
+
+
+def deepest(shape: Shape, axis: Axis, pose: Pose, edge: Edge) -> tuple[Pair, Pair]:
+    """The points of edge and polygon that are furthest into each other along an axis."""
+    rotation = pose.rotation()
+    normal = choose(axis.on_body, turned(rotation, axis.normal), axis.normal)
+    local = turned_back(rotation, normal)
+    of_edge = choose(dot(edge.end, normal) > dot(edge.start, normal), edge.end, edge.start)
+    _, corner = smallest(tuple(dot(corner, local) for corner in shape.corners), shape.corners)
+    return of_edge, choose(axis.on_body, axis.anchor, corner)
+
+
+def impact(shape: Shape, start: Pose, end: Pose, edge: Edge, wanted: Array) -> tuple[Array, Array]:
+    """Whether a polygon on its way from `start` to `end` comes to touch an edge, and after which share of the way.
+
+    Conservative advancement along separating axes (b2TimeOfImpact), with its order of bisection and secant.
+    """
+    zero, one = jnp.zeros_like(start.angle), jnp.ones_like(start.angle)
+    near, far = IMPACT_DISTANCE - IMPACT_TOLERANCE, IMPACT_DISTANCE + IMPACT_TOLERANCE
+
+    def root(axis: Axis, witness: tuple[Pair, Pair], low: Array, high: Array, at_low: Array, at_high: Array, run: Array):
+        def narrow(carry):
+            count, low, high, at_low, at_high, share, run = carry
+            secant = low + (IMPACT_DISTANCE - at_low) * (high - low) / jnp.where(run, at_high - at_low, 1.0)
+            tried = jnp.where(count % 2 == 1, secant, 0.5 * (low + high))
+            found = separation_along(axis, between(start, end, tried), witness)
+            hit = run & (jnp.abs(found - IMPACT_DISTANCE) < IMPACT_TOLERANCE)
+            before = found > IMPACT_DISTANCE
+            return (
+                count + 1,
+                jnp.where(before, tried, low),
+                jnp.where(before, high, tried),
+                jnp.where(before, found, at_low),
+                jnp.where(before, at_high, found),
+                jnp.where(hit, tried, share),
+                run & ~hit,
+            )
+
+        carry = (0, low, high, at_low, at_high, high, run)
+        return lax.while_loop(lambda carry: (carry[0] < 50) & some(carry[-1]), narrow, carry)[5]
+
+    def push_back(axis: Axis, carry):
+        count, first, last, hit, run, pushed = carry
+        pose = between(start, end, last)
+        witness = deepest(shape, axis, pose, edge)
+        at_last = separation_along(axis, pose, witness)
+        at_first = separation_along(axis, between(start, end, first), witness)
+        reached = pushed & (at_last > near) & (at_last <= far)
+        ahead = pushed & (at_last <= near)
+        touching = ahead & (at_first >= near) & (at_first <= far)
+        pushing = ahead & (at_first > far)
+        found = root(axis, witness, first, last, at_first, at_last, pushing)
+        return (
+            count + 1,
+            jnp.where(reached, last, first),
+            jnp.where(pushing, found, last),
+            hit | touching,
+            jnp.where(pushed, reached | pushing, run),
+            pushing,
+        )
+
+    def advance(carry):
+        count, first, hit, run = carry
+        distance, axis = closest(shape, between(start, end, first), edge)
+        touching = run & (distance > 0) & (distance < far)
+        hit, run = hit | touching, run & (distance >= far)
+        _, first, _, hit, run, _ = lax.while_loop(
+            lambda carry: (carry[0] < 16) & some(carry[-1]), partial(push_back, axis), (0, first, one, hit, run, run)
+        )
+        return count + 1, first, hit, run
+
+    carry = (0, zero, zero > 0, wanted)
+    _, share, hit, _ = lax.while_loop(lambda carry: (carry[0] < 20) & some(carry[-1]), advance, carry)
+    return hit, share
+
+
+class Course(NamedTuple):
+    """A leg within a time step, between two impacts."""
+
+    start: Pose
+    end: Pose
+    velocity: Velocity
+    contacts: tuple[Contact, Contact]
+    grounded: Array
+    passed: Array  # share of the time step before `start`
+    counts: Pair  # of impacts, by contact
+    enabled: tuple[Array, Array]
+    run: Array
+
+
+def impacts(edges: tuple[Edge, Edge], course: Course) -> Course:
+    """Sub-steps from impact to impact of a leg that would else pass into the ground, the hinge left out (b2World)."""
+
+    def substep(course: Course) -> Course:
+        shares = []
+        for edge, count, enabled in zip(edges, course.counts, course.enabled, strict=True):
+            wanted = course.run & enabled & (count <= LARGEST_SUBSTEPS)
+            hit, share = impact(LEG, course.start, course.end, edge, wanted)
+            shares.append(jnp.where(hit, share, 1.0))
+        second = shares[1] < shares[0]
+        share = jnp.minimum(*shares)
+        passed = course.passed + (1 - course.passed) * share
+        run = course.run & (passed < 1 - 1e-6)
+
+        pose = between(course.start, course.end, share)
+        manifolds = tuple(collide(LEG, pose, edge) for edge in edges)
+        hits = run & ~second, run & second
+        solid = run & (jnp.where(second, manifolds[1].keys[0], manifolds[0].keys[0]) >= 0)
+        # What is hit is seen to first; the other contact only if that one is solid.
+        contacts, grounded = list(course.contacts), course.grounded
+        for turn in (0, 1):
+            for i in (0, 1):
+                due = hits[i] if turn == 0 else solid & hits[1 - i]
+                contact, flag = renewed(contacts[i], manifolds[i], grounded)
+                contacts[i], grounded = choose(due, contact, contacts[i]), jnp.where(due, flag, grounded)
+
+        ordered = choose(second, manifolds[::-1], manifolds)
+        rest = rebound(ordered, pose, course.velocity, solid)
+        velocity, start = rest
+        time = (1 - passed) * TIME_STEP
+        end = Pose(plus(start.position, times(time, velocity.linear)), start.angle + time * velocity.spin)
+        return Course(
+            choose(solid, start, course.start),
+            choose(solid, end, course.end),
+            choose(solid, velocity, course.velocity),
+            (contacts[0], contacts[1]),
+            grounded,
+            jnp.where(solid, passed, course.passed),
+            (course.counts[0] + hits[0], course.counts[1] + hits[1]),
+            (jnp.where(run, solid | second, course.enabled[0]), jnp.where(run, solid | ~second, course.enabled[1])),
+            run,
+        )
+
+    return lax.while_loop(lambda course: some(course.run), substep, course)
+
+
+def rebound(
+    manifolds: tuple[Manifold, Manifold], pose: Pose, velocity: Velocity, wanted: Array
+) -> tuple[Velocity, Pose]:
+    """A leg at the moment of an impact: pushed out of the ground, then stopped by it."""
+
+    def push(carry):
+        count, pose, run = carry
+        moved, first = pushed_apart(manifolds[0], pose, IMPACT_CORRECTION)
+        moved, second = pushed_apart(manifolds[1], moved, IMPACT_CORRECTION)
+        least = jnp.minimum(first, second)
+        return count + 1, choose(run, moved, pose), run & (least < -1.5 * SLOP)
+
+    carry = (0, pose, wanted)
+    _, pose, _ = lax.while_loop(
+        lambda carry: (carry[0] < IMPACT_POSITION_ITERATIONS) & some(carry[-1]), push, carry
+    )
+    patches = tuple(patch_of(manifold, pose) for manifold in manifolds)
+
+    def stop(carry):
+        count, impulses, before, _ = carry
+        first, after = without_approach(patches[0], impulses[0], before)
+        second, after = without_approach(patches[1], impulses[1], after)
+        return count + 1, (first, second), after, wanted & changed(before, after)
+
+    nothing = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
+    carry = (0, (Impulses(nothing, nothing),) * 2, velocity, wanted)
+    _, _, velocity, _ = lax.while_loop(
+        lambda carry: (carry[0] < VELOCITY_ITERATIONS) & some(carry[-1]), stop, carry
+    )
+    return velocity, pose
+
+
+def changed(before: Velocity, after: Velocity) -> Array:
+    (x, y), spin = jax.tree.map(lambda a, b: a != b, before, after)
+    return x | y | spin
+
+
+# The step
+
+
+def when(condition: Callable[[], Array], function: Callable[[Any], Any], value: Any) -> Any:
+    """The function's value where the condition on the whole batch holds, else the value itself."""
+
+    def once(carry):
+        return jnp.ones_like(carry[0]), function(carry[1])
+
+    return lax.while_loop(lambda carry: (carry[0] == 0) & condition(), once, (jnp.int32(0), value))[1]
+
+
+Moving = tuple[Velocity, tuple[Velocity, Velocity], tuple[Hinge, Hinge], tuple[tuple[Impulses, Impulses], ...]]
+
+
+def velocities(
+    masses: tuple[HingeMasses, ...], patches: tuple[tuple[Patch, Patch], ...], depth: int, moving: Moving
+) -> Moving:
+    """All rounds of the velocity solver with the first `depth` contacts of either leg."""
+
+    def one_round(_, moving: Moving) -> Moving:
+        hull, legs, hinges, impulses = moving
+        legs, hinges, impulses = list(legs), list(hinges), [list(each) for each in impulses]
+        for i in (1, 0):
+            hinges[i], hull, legs[i] = held_together(LEG_SIDES[i], masses[i], hinges[i], hull, legs[i])
+        for i in (1, 0):
+            for j in range(depth):
+                impulses[i][j], legs[i] = without_approach(patches[i][j], impulses[i][j], legs[i])
+        return hull, (legs[0], legs[1]), (hinges[0], hinges[1]), tuple((a, b) for a, b in impulses)
+
+    return lax.fori_loop(0, VELOCITY_ITERATIONS, one_round, moving)
+
+
+def positions(
+    sides: tuple[Array, Array],
+    manifolds: tuple[tuple[Manifold, Manifold], ...],
+    hull: Pose,
+    legs: tuple[Pose, Pose],
+    wanted: Array,
+) -> tuple[Pose, tuple[Pose, Pose], Array]:
+    """All rounds of the position solver, and whether it got there."""
+
+    def one_round(carry):
+        count, (hull, legs), run = carry
+        before, legs = (hull, legs), list(legs)
+        done = run
+        for i in (1, 0):
+            for manifold in manifolds[i]:
+                legs[i], least = pushed_apart(manifold, legs[i], CORRECTION)
+                done = done & (least >= -3 * SLOP)
+        for i in (1, 0):
+            hull, legs[i], okay = put_together(LEG_SIDES[i], HINGE_LIMITS[i], sides[i], hull, legs[i])
+            done = done & okay
+        return count + 1, choose(run, (hull, (legs[0], legs[1])), before), run & ~done
+
+    _, (hull, legs), left = lax.while_loop(
+        lambda carry: (carry[0] < POSITION_ITERATIONS) & some(carry[-1]), one_round, (0, (hull, legs), wanted)
+    )
+    return hull, legs, ~left
+
+
+def engines(continuous: bool, action: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """Power of the main engine, power of the side engines, and which of these: −1 left, 1 right."""
+    if continuous:
+        main, side = (jnp.clip(each, -1.0, 1.0) for each in action)
+        return (
+            jnp.where(main > 0, 0.5 + 0.5 * main, 0.0),
+            jnp.where(jnp.abs(side) > 0.5, jnp.abs(side), 0.0),
+            jnp.where(side > 0, 1.0, -1.0),
+        )
+    (chosen,) = action
+    return (
+        jnp.where(chosen == 2, 1.0, 0.0),
+        jnp.where((chosen == 1) | (chosen == 3), 1.0, 0.0),
+        jnp.where(chosen == 3, 1.0, -1.0),
+    )
+
+
+def fired(hull: Body, main: Array, side: Array, direction: Array, noise: tuple[Array, ...]) -> Velocity:
+    """The hull's velocity after the engines' impulses, which go astray a little."""
+    sine, cosine = rotation = hull.pose.rotation()
+    origin = turned(rotation, (-HULL.centre[0], -HULL.centre[1]))
+    up, across = ((2 * draw - 1) / 30 for draw in noise)
+
+    def engine(velocity: Velocity, along: Array, aside: Array, place: Pair, power: Array) -> Velocity:
+        offset = sine * along - cosine * aside, -cosine * along - sine * aside
+        impulse = times(-power, offset)
+        return velocity.pushed(HULL, impulse, cross(plus(plus(origin, offset), place), impulse))
+
+    nowhere = jnp.zeros_like(sine), jnp.zeros_like(sine)
+    velocity = engine(hull.velocity, MAIN_DEPTH + 2 * up, across, nowhere, main * MAIN_POWER)
+    # Gymnasium takes two different heights here, so that the lever depends on the hull's angle.
+    place = -sine * SIDE_HEIGHT_ACROSS, cosine * SIDE_HEIGHT
+    return engine(velocity, up, 3 * across + direction * SIDE_AWAY, place, side * SIDE_POWER)
+
+
+def resting(body: Body) -> Array:
+    """For how long the body has been still."""
+    still = (dot(body.velocity.linear, body.velocity.linear) <= STILL_SPEED**2) & (
+        jnp.abs(body.velocity.spin) <= STILL_SPIN
+    )
+    return jnp.where(still, body.rest + jnp.float32(TIME_STEP), 0.0)
+
+
+def advanced(hull: Body, legs: tuple[Leg, Leg], ground: tuple[Array, ...], going: Array):
+    """Bodies one time step on (b2World::Step), whether the hull met the ground, and whether all fell asleep."""
+    # Collide: the contact list has its newest first, which of two made at once is the right one.
+    places = tuple(edges_below(ground, leg.body.pose.position[0]) for leg in legs)
+    edges = tuple(choose(even_right, pair, pair[::-1]) for pair, even_right in places)
+    manifolds = tuple(
+        tuple(collide(LEG, leg.body.pose, edge) for edge in pair) for leg, pair in zip(legs, edges, strict=True)
+    )
+    contacts, flags = [], []
+    for leg, (_, even_right), pair in zip(legs, places, manifolds, strict=True):
+        first, second = choose(even_right, leg.contacts, leg.contacts[::-1])
+        first, grounded = renewed(first, pair[0], leg.grounded)
+        second, grounded = renewed(second, pair[1], grounded)
+        # A sole contact is put first, so that the solver need not see to the second.
+        contacts.append([first, second])
+        flags.append(grounded)
+    hull_edges, _ = edges_below(ground, hull.pose.position[0])
+    crashed = jnp.zeros_like(going)
+    for edge in hull_edges:
+        crashed = crashed | (collide(HULL, hull.pose, edge).keys[0] >= 0)
+
+    # Velocities.
+    swap = tuple((first.keys[0] < 0) & (second.keys[0] >= 0) for first, second in contacts)
+    ordered = tuple(choose(s, pair[::-1], pair) for s, pair in zip(swap, manifolds, strict=True))
+    ordered_contacts = tuple(choose(s, tuple(pair[::-1]), tuple(pair)) for s, pair in zip(swap, contacts, strict=True))
+    patches = tuple(
+        tuple(patch_of(manifold, leg.body.pose) for manifold in pair) for leg, pair in zip(legs, ordered, strict=True)
+    )
+    impulses = tuple(
+        tuple(in_solver(patch, contact) for patch, contact in zip(*both, strict=True))
+        for both in zip(patches, ordered_contacts, strict=True)
+    )
+
+    def falling(velocity: Velocity) -> Velocity:
+        x, y = velocity.linear
+        return Velocity((x, y + TIME_STEP * GRAVITY), velocity.spin)
+
+    hull_velocity = falling(hull.velocity)
+    leg_velocities = []
+    for leg, leg_patches, leg_impulses in zip(legs, patches, impulses, strict=True):
+        velocity = falling(leg.body.velocity)
+        for patch, impulse in zip(leg_patches, leg_impulses, strict=True):
+            velocity = warmed(patch, impulse, velocity)
+        leg_velocities.append(velocity)
+    masses = tuple(hinge_masses(side, hull.pose, leg.body.pose) for side, leg in zip(LEG_SIDES, legs, strict=True))
+    hinges = []
+    for limits, leg in zip(HINGE_LIMITS, legs, strict=True):
+        side = hinge_side(limits, hull.pose, leg.body.pose)
+        limit = jnp.where((side == leg.hinge.side) & (side != 0), leg.hinge.limit, 0.0)
+        hinges.append(Hinge(leg.hinge.linear, limit, leg.hinge.motor, side))
+    for i in (1, 0):
+        twist = hinges[i].motor + hinges[i].limit
+        hull_velocity, leg_velocities[i] = pulled(
+            masses[i], hull_velocity, leg_velocities[i], hinges[i].linear, twist
+        )
+    touching = tuple(
+        going & ((ordered_contacts[0][j].keys[0] >= 0) | (ordered_contacts[1][j].keys[0] >= 0)) for j in (0, 1)
+    )
+    moving = (hull_velocity, tuple(leg_velocities), tuple(hinges), impulses)
+    conditions = (
+        lambda: some(going) & ~some(touching[0]),
+        lambda: some(touching[0]) & ~some(touching[1]),
+        lambda: some(touching[1]),
+    )
+    for depth, condition in enumerate(conditions):
+        moving = when(condition, partial(velocities, masses, patches, depth), moving)
+    hull_velocity, leg_velocities, hinges, impulses = moving
+    new_contacts = []
+    for i in (0, 1):
+        pair = tuple(
+            remembered(*each) for each in zip(patches[i], ordered_contacts[i], impulses[i], strict=True)
+        )
+        new_contacts.append(choose(swap[i], pair[::-1], pair))
+
+    # Positions.
+    def moved(pose: Pose, velocity: Velocity) -> Pose:
+        return Pose(
+            plus(pose.position, times(TIME_STEP, velocity.linear)), pose.angle + TIME_STEP * velocity.spin
+        )
+
+    hull_pose = moved(hull.pose, hull_velocity)
+    leg_poses = tuple(moved(leg.body.pose, velocity) for leg, velocity in zip(legs, leg_velocities, strict=True))
+    hull_pose, leg_poses, solved = positions(
+        (hinges[0].side, hinges[1].side), ordered, hull_pose, leg_poses, going
+    )
+
+    # Sleep.
+    new_hull = Body(hull_pose, hull_velocity, hull.rest)
+    new_legs = [Body(pose, velocity, leg.body.rest) for pose, velocity, leg in zip(leg_poses, leg_velocities, legs, strict=True)]
+    new_hull, *new_legs = (Body(body.pose, body.velocity, resting(body)) for body in (new_hull, *new_legs))
+    least = jnp.minimum(new_hull.rest, jnp.minimum(new_legs[0].rest, new_legs[1].rest))
+    asleep = (least >= TIME_TO_SLEEP) & solved
+
+    # Impacts.
+    awake = going & ~asleep
+    for edge in hull_edges:
+        lowest = jnp.minimum(hull.pose.position[1], new_hull.pose.position[1]) - HULL_REACH
+        wanted = awake & (lowest < jnp.maximum(edge.start[1], edge.end[1]))
+        hit, share = impact(HULL, hull.pose, new_hull.pose, edge, wanted)
+        crashed = crashed | (hit & (collide(HULL, between(hull.pose, new_hull.pose, share), edge).keys[0] >= 0))
+    final = []
+    for leg, body, pair, leg_contacts, grounded, hinge, (_, even_right) in zip(
+        legs, new_legs, edges, new_contacts, flags, hinges, places, strict=True
+    ):
+        lowest = jnp.minimum(leg.body.pose.position[1], body.pose.position[1]) - LEG_REACH
+        highest = jnp.maximum(pair[0].start[1], jnp.maximum(pair[0].end[1], jnp.maximum(pair[1].start[1], pair[1].end[1])))
+        zero = jnp.zeros_like(grounded)
+        course = Course(
+            leg.body.pose,
+            body.pose,
+            body.velocity,
+            leg_contacts,
+            grounded,
+            zero,
+            (zero, zero),
+            (going, going),
+            awake & (lowest < highest),
+        )
+        course = impacts(pair, course)
+        first, second = course.contacts
+        final.append(
+            Leg(
+                Body(course.end, course.velocity, body.rest),
+                hinge,
+                choose(even_right, (first, second), (second, first)),
+                course.grounded,
+            )
+        )
+    return new_hull, (final[0], final[1]), crashed, asleep
+
+
+def seen(hull: Body, legs: tuple[Leg, Leg]) -> tuple[Array, ...]:
+    """The observation: position and velocity relative to the pad, angle, spin, and which legs are grounded."""
+    x, y = hull.pose.point((-HULL.centre[0], -HULL.centre[1]))
+    velocity = hull.velocity.linear
+    return (
+        (x - WIDTH / 2) / (WIDTH / 2),
+        (y - PAD_HEIGHT - LEG_DOWN) / (HEIGHT / 2),
+        velocity[0] * (WIDTH / 2 * TIME_STEP),
+        velocity[1] * (HEIGHT / 2 * TIME_STEP),
+        hull.pose.angle,
+        hull.velocity.spin * (20 * TIME_STEP),
+        legs[0].grounded,
+        legs[1].grounded,
+    )
+
+
+def potential(observation: tuple[Array, ...]) -> Array:
+    """What the reward of a step is the gain of."""
+    x, y, x_speed, y_speed, angle, _, left, right = observation
+    distance, speed = jnp.sqrt(x * x + y * y), jnp.sqrt(x_speed * x_speed + y_speed * y_speed)
+    return -100 * distance - 100 * speed - 100 * jnp.abs(angle) + 10 * left + 10 * right
+
+
+@dataclass(frozen=True)
+class LunarLander(Component):
+    """Land between the flags: about 100 to 140 for a soft way down, ±100 for the end, less fuel."""
+
+    continuous: bool = False
+
+    observation_size = 8
+    horizon = 1000
+    reward_threshold = 200.0
+    noise_size = 2
+
+    @property
+    def name(self) -> str:
+        return "LunarLanderContinuous-v3" if self.continuous else "LunarLander-v3"
+
+    @property
+    def action_space(self) -> Space:
+        return Box(2, (-1.0, -1.0), (1.0, 1.0)) if self.continuous else Discrete(4)
+
+    def reset(self, key: Array) -> State:
+        """A first state over new ground, pushed at random; for a batch, vmap over keys."""
+        draws = tuple(jax.random.uniform(key, (NUM_CORNERS + 5,), jnp.float32))
+        heights, push, noise = draws[: NUM_CORNERS + 1], draws[NUM_CORNERS + 1 : NUM_CORNERS + 3], draws[-2:]
+        return self.first(
+            tuple(height * HEIGHT / 2 for height in heights),
+            tuple((2 * draw - 1) * LARGEST_FORCE for draw in push),
+            noise,
+        )
+
+    def first(self, heights: tuple[Array, ...], force: tuple[Array, ...], noise: tuple[Array, ...]) -> State:
+        """The first state over ground of these heights (12: Gymnasium smooths them round), pushed by a force."""
+        zero = jnp.zeros_like(force[0])
+        heights = tuple(
+            zero + PAD_HEIGHT if abs(i - NUM_CORNERS // 2) <= 2 else height for i, height in enumerate(heights)
+        )
+        ground = tuple(0.33 * (heights[i - 1] + heights[i] + heights[i + 1]) for i in range(NUM_CORNERS))
+
+        def body(x: float, y: float, angle: float, velocity: Pair) -> Body:
+            return Body(Pose((zero + x, zero + y), zero + angle), Velocity(velocity, zero), zero)
+
+        still = zero, zero
+        contact = Contact((zero - 1, zero - 1), still, still)
+        legs = tuple(
+            Leg(
+                body(WIDTH / 2 - side * LEG_AWAY, HEIGHT, side * LEG_TILT, still),
+                Hinge(still, zero, zero, zero),
+                (contact, contact),
+                zero,
+            )
+            for side in LEG_SIDES
+        )
+        pushed = force[0] * (TIME_STEP / HULL.mass), force[1] * (TIME_STEP / HULL.mass)
+        hull = body(WIDTH / 2 + HULL.centre[0], HEIGHT + HULL.centre[1], 0.0, pushed)
+        state = State(hull, (legs[0], legs[1]), ground, zero, zero)
+        action = (zero, zero) if self.continuous else (zero.astype(jnp.int32),)
+        return self.step(state, action, noise)[0]
+
+    def observe(self, state: State) -> tuple[Array, ...]:
+        """What the agent sees: eight arrays."""
+        return seen(state.hull, state.legs)
+
+    def step(
+        self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]
+    ) -> tuple[State, Array, Array]:
+        """The next state, the reward and whether the episode ended there; two draws of `noise` sway the engines."""
+        going = state.ended == 0
+        main, side, direction = engines(self.continuous, action)
+        hull = Body(state.hull.pose, fired(state.hull, main, side, direction, noise), state.hull.rest)
+        hull, legs, crashed, asleep = advanced(hull, state.legs, state.ground, going)
+        observation = seen(hull, legs)
+        shaping = potential(observation)
+        reward = shaping - state.shaping - 0.3 * main - 0.03 * side
+        lost = crashed | (jnp.abs(observation[0]) >= 1)
+        reward = jnp.where(asleep, 100.0, jnp.where(lost, -100.0, reward))
+        ended = lost | asleep
+        following = State(hull, legs, state.ground, shaping, jnp.where(ended, 1.0, 0.0))
+        return (
+            choose(going, following, state),
+            jnp.where(going, reward, 0.0),
+            ended | ~going,
+        )
