@@ -4,7 +4,7 @@ A hull with two legs on motorised hinges flies over ten ground edges. All is ele
 shape, and lists are Python tuples. Only the conditions of loops look at the whole batch, so smaller batches end earlier.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import pi, sqrt
@@ -45,6 +45,10 @@ LARGEST_CONDITION = 1000.0
 STILL_SPEED, STILL_SPIN, TIME_TO_SLEEP = 0.01, 2 / 180 * pi, 0.5
 IMPACT_DISTANCE, IMPACT_TOLERANCE = 0.005, 0.00125
 LARGEST_SUBSTEPS = 8
+LAST_IMPACT = 1 - 1e-6
+FENCE_ROOM = 0.1
+# Ours: a round of the velocity solver that changes less is the last.
+SETTLED = 2e-7
 
 Pair = tuple[Array, Array]
 Point = tuple[float, float]
@@ -91,13 +95,30 @@ def some(mask: Array) -> Array:
     return jnp.max(mask.astype(jnp.int32)) > 0
 
 
-def smallest(values: Any, items: Any) -> tuple[Array, Any]:
+def smallest(values: Sequence[Array], items: Sequence[Any] | None = None) -> tuple[Array, Any]:
     """The smallest of the values and its item; of equal ones the first."""
-    value, item = values[0], items[0]
-    for other_value, other_item in zip(values[1:], items[1:], strict=True):
-        less = other_value < value
-        value, item = jnp.where(less, other_value, value), choose(less, other_item, item)
+    value, item = values[0], items[0] if items else None
+    for i in range(1, len(values)):
+        less = values[i] < value
+        value, item = jnp.where(less, values[i], value), choose(less, items[i], item) if items else None
     return value, item
+
+
+def each(condition: Callable[[], Array], function: Callable[[Any, Any], Any], shared: Any, items: Any) -> Any:
+    """What is shared and every item after function(shared, item), item by item; as they are unless `condition()`.
+
+    One loop for all, so its body is compiled once and its results are computed once: XLA on CPUs computes anew what
+    several results share, unless a loop lies between.
+    """
+    items = tuple(items)
+
+    def turn(carry):
+        count, shared, items = carry
+        shared, item = function(shared, items[0])
+        return count + 1, shared, (*items[1:], item)
+
+    carry = (jnp.int32(0), shared, items)
+    return lax.while_loop(lambda carry: (carry[0] < len(items)) & condition(), turn, carry)[1:]
 
 
 class Shape:
@@ -125,7 +146,7 @@ class Shape:
 
 HULL = Shape(tuple((x / 30, y / 30) for x, y in ((17, -10), (17, 0), (14, 17), (-14, 17), (-17, 0), (-17, -10))), 5.0)
 LEG = Shape(tuple((x * 2 / 30, y * 8 / 30) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))), 1.0)
-HULL_REACH, LEG_REACH = 0.8, 0.4  # more than from the centre to the corners, thickness included
+NEAR_GROUND = 2.5  # above it, measured at the hull, no body can touch it within a step
 MOTOR_MASS = 1 / (1 / HULL.inertia + 1 / LEG.inertia)
 
 
@@ -176,6 +197,8 @@ class Leg(NamedTuple):
     body: Body
     hinge: Hinge
     contacts: tuple[Contact, Contact]  # with the even and the odd edge of the two next to the leg
+    ages: Pair  # 0: that edge is not near; else more for the one that came near first
+    fence: tuple[Pair, Pair]  # lower left and upper right of a box with room to move in: what it meets is near
     grounded: Array  # 1 or 0, as observed
 
 
@@ -284,48 +307,49 @@ def clipped(
 def collide(shape: Shape, pose: Pose, edge: Edge) -> Manifold:
     """The manifold of a polygon and an edge without neighbours, which collides on both sides (b2CollideEdge)."""
     rotation = pose.rotation()
-    corners = tuple(plus(pose.position, turned(rotation, corner)) for corner in shape.corners)
-    normals = tuple(turned(rotation, normal) for normal in shape.normals)
-    below = dot(edge.normal, minus(pose.position, edge.start)) <= 0
-    facing = choose(below, times(-1.0, edge.normal), edge.normal)
+    start, end = (turned_back(rotation, minus(point, pose.position)) for point in (edge.start, edge.end))
+    upwards = turned_back(rotation, edge.normal)
+    below = dot(upwards, start) >= 0
+    facing = choose(below, times(-1.0, upwards), upwards)
 
-    edge_separation = smallest(tuple(dot(facing, minus(corner, edge.start)) for corner in corners), corners)[0]
-    faces = tuple(zip(range(len(corners)), corners, normals, shape.corners, shape.normals, strict=True))
+    edge_separation = smallest([dot(facing, corner) for corner in shape.corners])[0] - dot(facing, start)
+    faces = tuple(zip(range(len(shape.corners)), shape.corners, shape.normals, strict=True))
     sides = tuple(zip(faces, faces[1:] + faces[:1], strict=True))
     overlap, (face, after) = smallest(
-        tuple(
-            jnp.maximum(dot(normal, minus(corner, edge.start)), dot(normal, minus(corner, edge.end)))
-            for corner, normal in zip(corners, normals, strict=True)
-        ),
+        [
+            dot(normal, corner) - jnp.minimum(dot(normal, start), dot(normal, end))
+            for corner, normal in zip(shape.corners, shape.normals, strict=True)
+        ],
         sides,
     )
     # Hysteresis: the edge's face unless the polygon's is clearly the one of less overlap.
     on_body = -overlap > 0.98 * edge_separation + 0.001
-    _, (incident, beyond) = smallest(tuple(dot(facing, normal) for normal in normals), sides)
+    _, (incident, beyond) = smallest([dot(facing, normal) for normal in shape.normals], sides)
 
-    # A point's key is a number for b2ContactID: a corner of the polygon 0…, one cut off at an end of the edge 8… and 16…,
-    # those on a face of the polygon 32 × face…. Box2D's own keys coincide where these do.
-    start_index, end_index = jnp.where(below, 0.0, 1.0), jnp.where(below, 1.0, 0.0)
-    points = choose(on_body, (edge.start, edge.end), (incident[1], beyond[1]))
+    # A point's key is a number for b2ContactID: a corner of the polygon 0…, one cut off at an end of the edge 8… or 16…,
+    # those on a face of the polygon 32 × face…. Box2D's own coincide where these do.
+    start_key, end_key = jnp.where(below, 8.0, 16.0), jnp.where(below, 16.0, 8.0)
+    points = choose(on_body, (start, end), (incident[1], beyond[1]))
     keys = choose(on_body, (32.0 * face[0], 32.0 * face[0]), (incident[0] + 0.0, beyond[0] + 0.0))
-    reference = choose(on_body, (face[1], after[1]), choose(below, (edge.start, edge.end), (edge.end, edge.start)))
+    reference = choose(on_body, (face[1], after[1]), choose(below, (start, end), (end, start)))
     normal = choose(on_body, face[2], facing)
     across = (normal[1], -normal[0])
-    new_key = jnp.where(on_body, 33.0 * face[0], keys[0] + 8.0 * (1.0 + start_index))
+    new_key = jnp.where(on_body, 33.0 * face[0], keys[0] + start_key)
     points, keys, first_part = clipped(points, keys, across, dot(across, reference[0]), new_key)
-    index = keys[0] - 8.0 * jnp.floor(keys[0] / 8.0)
-    new_key = jnp.where(on_body, 32.0 * face[0] + after[0], index + 8.0 * (1.0 + end_index))
+    new_key = jnp.where(on_body, 32.0 * face[0] + after[0], keys[0] - 8.0 * jnp.floor(keys[0] / 8.0) + end_key)
     across = times(-1.0, across)
     points, keys, second_part = clipped(points, keys, across, dot(across, reference[1]), new_key)
 
     touching = (edge_separation <= THICKNESS) & (-overlap <= THICKNESS) & first_part & second_part
     first, second = (touching & (dot(normal, minus(point, reference[0])) <= THICKNESS) for point in points)
-    local = tuple(turned_back(rotation, minus(point, pose.position)) for point in points)
-    points = choose(on_body, points, local)
+    outside = tuple(plus(pose.position, turned(rotation, point)) for point in points)
+    points = choose(on_body, outside, points)
+    on_edge = choose(below, (times(-1.0, edge.normal), edge.start), (edge.normal, edge.end))
+    normal, plane = choose(on_body, (face[2], face[1]), on_edge)
     return Manifold(
         on_body,
-        choose(on_body, face[4], facing),
-        choose(on_body, face[3], reference[0]),
+        normal,
+        plane,
         (choose(first, points[0], points[1]), points[1]),
         (
             jnp.where(first, keys[0], jnp.where(second, keys[1], -1.0)),
@@ -438,6 +462,7 @@ def without_approach(patch: Patch, impulses: Impulses, velocity: Velocity) -> tu
         new = jnp.clip(old - mass * (along + spin * arm), -limit, limit)
         along, spin = along + (new - old) / LEG.mass, spin + (new - old) * arm / LEG.inertia
         friction.append(new)
+    rubbed = friction[0] - impulses.tangent[0] + friction[1] - impulses.tangent[1]
 
     # A small linear complementarity problem, by cases: both points press, the first, the second, or none.
     (one, other), (old_one, old_other) = patch.normal_arms, impulses.normal
@@ -465,9 +490,9 @@ def without_approach(patch: Patch, impulses: Impulses, velocity: Velocity) -> tu
         jnp.where(first_presses, 0.0, jnp.where(second_presses, second, jnp.where(none_press, 0.0, old_other))),
     )
     more_one, more_other = new_one - old_one, new_other - old_other
-    away = away + (more_one + more_other) / LEG.mass
     spin = spin + (one * more_one + other * more_other) / LEG.inertia
-    linear = plus(times(away, normal), times(along, tangent))
+    impulse = plus(times(more_one + more_other, normal), times(rubbed, tangent))
+    linear = plus(velocity.linear, times(1 / LEG.mass, impulse))
     return Impulses((new_one, new_other), (friction[0], friction[1])), Velocity(linear, spin)
 
 
@@ -601,8 +626,8 @@ def closest(shape: Shape, pose: Pose, edge: Edge) -> tuple[Array, Axis]:
     corners = tuple(minus(plus(pose.position, turned(rotation, corner)), edge.start) for corner in shape.corners)
     along = minus(edge.end, edge.start)
     heights = tuple(dot(corner, edge.normal) for corner in corners)
-    above = smallest(heights, heights)[0] > 0
-    below = smallest(tuple(-height for height in heights), heights)[0] > 0
+    above = smallest(heights)[0] > 0
+    below = smallest(tuple(-height for height in heights))[0] > 0
     apart = above | below
     squares, axes = [], []
     nowhere = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
@@ -728,34 +753,43 @@ class Course(NamedTuple):
 def impacts(edges: tuple[Edge, Edge], course: Course) -> Course:
     """Sub-steps from impact to impact of a leg that would else pass into the ground, the hinge left out (b2World)."""
 
+    def meets(course: Course, item):
+        edge, count, enabled, _ = item
+        wanted = course.run & enabled & (count <= LARGEST_SUBSTEPS)
+        hit, share = impact(LEG, course.start, course.end, edge, wanted)
+        return course, (edge, count, enabled, jnp.where(hit, share, 1.0))
+
+    def touches(pose: Pose, item):
+        edge, _ = item
+        return pose, (edge, collide(LEG, pose, edge))
+
     def substep(course: Course) -> Course:
-        shares = []
-        for edge, count, enabled in zip(edges, course.counts, course.enabled, strict=True):
-            wanted = course.run & enabled & (count <= LARGEST_SUBSTEPS)
-            hit, share = impact(LEG, course.start, course.end, edge, wanted)
-            shares.append(jnp.where(hit, share, 1.0))
-        second = shares[1] < shares[0]
-        share = jnp.minimum(*shares)
+        def some_run() -> Array:
+            return some(course.run)
+
+        ones = jnp.ones_like(course.passed)
+        items = zip(edges, course.counts, course.enabled, (ones, ones), strict=True)
+        _, ((*_, first_share), (*_, second_share)) = each(some_run, meets, course, items)
+        second = second_share < first_share
+        share = jnp.minimum(first_share, second_share)
         passed = course.passed + (1 - course.passed) * share
-        run = course.run & (passed < 1 - 1e-6)
+        run = course.run & (passed < LAST_IMPACT)
 
         pose = between(course.start, course.end, share)
-        manifolds = tuple(collide(LEG, pose, edge) for edge in edges)
+        blank = no_manifold(course.passed)
+        _, items = each(some_run, touches, pose, zip(edges, (blank, blank), strict=True))
+        manifolds = items[0][1], items[1][1]
         hits = run & ~second, run & second
         solid = run & (jnp.where(second, manifolds[1].keys[0], manifolds[0].keys[0]) >= 0)
         # What is hit is seen to first; the other contact only if that one is solid.
         contacts, grounded = list(course.contacts), course.grounded
-        for turn in (0, 1):
+        for due in (hits, (solid & hits[1], solid & hits[0])):
             for i in (0, 1):
-                due = hits[i] if turn == 0 else solid & hits[1 - i]
                 contact, flag = renewed(contacts[i], manifolds[i], grounded)
-                contacts[i], grounded = choose(due, contact, contacts[i]), jnp.where(due, flag, grounded)
+                contacts[i], grounded = choose(due[i], contact, contacts[i]), jnp.where(due[i], flag, grounded)
 
-        ordered = choose(second, manifolds[::-1], manifolds)
-        rest = rebound(ordered, pose, course.velocity, solid)
-        velocity, start = rest
-        time = (1 - passed) * TIME_STEP
-        end = Pose(plus(start.position, times(time, velocity.linear)), start.angle + time * velocity.spin)
+        start, velocity = rebound(choose(second, manifolds[::-1], manifolds), pose, course.velocity, solid)
+        end = moved(start, velocity, (1 - passed) * TIME_STEP)
         return Course(
             choose(solid, start, course.start),
             choose(solid, end, course.end),
@@ -773,98 +807,232 @@ def impacts(edges: tuple[Edge, Edge], course: Course) -> Course:
 
 def rebound(
     manifolds: tuple[Manifold, Manifold], pose: Pose, velocity: Velocity, wanted: Array
-) -> tuple[Velocity, Pose]:
+) -> tuple[Pose, Velocity]:
     """A leg at the moment of an impact: pushed out of the ground, then stopped by it."""
 
     def push(carry):
         count, pose, run = carry
-        moved, first = pushed_apart(manifolds[0], pose, IMPACT_CORRECTION)
-        moved, second = pushed_apart(manifolds[1], moved, IMPACT_CORRECTION)
-        least = jnp.minimum(first, second)
-        return count + 1, choose(run, moved, pose), run & (least < -1.5 * SLOP)
-
-    carry = (0, pose, wanted)
-    _, pose, _ = lax.while_loop(
-        lambda carry: (carry[0] < IMPACT_POSITION_ITERATIONS) & some(carry[-1]), push, carry
-    )
-    patches = tuple(patch_of(manifold, pose) for manifold in manifolds)
+        pushed, first = pushed_apart(manifolds[0], pose, IMPACT_CORRECTION)
+        pushed, second = pushed_apart(manifolds[1], pushed, IMPACT_CORRECTION)
+        return count + 1, choose(run, pushed, pose), run & (jnp.minimum(first, second) < -1.5 * SLOP)
 
     def stop(carry):
         count, impulses, before, _ = carry
         first, after = without_approach(patches[0], impulses[0], before)
         second, after = without_approach(patches[1], impulses[1], after)
-        return count + 1, (first, second), after, wanted & changed(before, after)
+        return count + 1, (first, second), after, wanted & differs(before, after)
 
+    _, pose, _ = lax.while_loop(
+        lambda carry: (carry[0] < IMPACT_POSITION_ITERATIONS) & some(carry[-1]), push, (0, pose, wanted)
+    )
+    patches = tuple(patch_of(manifold, pose) for manifold in manifolds)
     nothing = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
     carry = (0, (Impulses(nothing, nothing),) * 2, velocity, wanted)
     _, _, velocity, _ = lax.while_loop(
         lambda carry: (carry[0] < VELOCITY_ITERATIONS) & some(carry[-1]), stop, carry
     )
-    return velocity, pose
-
-
-def changed(before: Velocity, after: Velocity) -> Array:
-    (x, y), spin = jax.tree.map(lambda a, b: a != b, before, after)
-    return x | y | spin
+    return pose, velocity
 
 
 # The step
 
 
-def when(condition: Callable[[], Array], function: Callable[[Any], Any], value: Any) -> Any:
-    """The function's value where the condition on the whole batch holds, else the value itself."""
-
-    def once(carry):
-        return jnp.ones_like(carry[0]), function(carry[1])
-
-    return lax.while_loop(lambda carry: (carry[0] == 0) & condition(), once, (jnp.int32(0), value))[1]
+def moved(pose: Pose, velocity: Velocity, time: Any) -> Pose:
+    return Pose(plus(pose.position, times(time, velocity.linear)), pose.angle + time * velocity.spin)
 
 
-Moving = tuple[Velocity, tuple[Velocity, Velocity], tuple[Hinge, Hinge], tuple[tuple[Impulses, Impulses], ...]]
+def differs(before: Velocity, after: Velocity) -> Array:
+    """Whether a round of the velocity solver has still changed anything to speak of."""
+    (x, y), spin = jax.tree.map(lambda a, b: jnp.abs(a - b) > SETTLED, before, after)
+    return x | y | spin
 
 
-def velocities(
-    masses: tuple[HingeMasses, ...], patches: tuple[tuple[Patch, Patch], ...], depth: int, moving: Moving
-) -> Moving:
-    """All rounds of the velocity solver with the first `depth` contacts of either leg."""
+class Footing(NamedTuple):
+    """A leg and the two edges next to it; of its contacts first the one that touches, and of two the newest."""
 
-    def one_round(_, moving: Moving) -> Moving:
-        hull, legs, hinges, impulses = moving
-        legs, hinges, impulses = list(legs), list(hinges), [list(each) for each in impulses]
-        for i in (1, 0):
-            hinges[i], hull, legs[i] = held_together(LEG_SIDES[i], masses[i], hinges[i], hull, legs[i])
-        for i in (1, 0):
-            for j in range(depth):
-                impulses[i][j], legs[i] = without_approach(patches[i][j], impulses[i][j], legs[i])
-        return hull, (legs[0], legs[1]), (hinges[0], hinges[1]), tuple((a, b) for a, b in impulses)
-
-    return lax.fori_loop(0, VELOCITY_ITERATIONS, one_round, moving)
+    edges: tuple[Edge, Edge]
+    manifolds: tuple[Manifold, Manifold]
+    patches: tuple[Patch, Patch]
+    contacts: tuple[Contact, Contact]
+    odd_first: Array
+    ages: Pair
+    grounded: Array
 
 
-def positions(
-    sides: tuple[Array, Array],
-    manifolds: tuple[tuple[Manifold, Manifold], ...],
-    hull: Pose,
-    legs: tuple[Pose, Pose],
+def no_manifold(like: Array) -> Manifold:
+    zero, pair = jnp.zeros_like(like), (jnp.zeros_like(like), jnp.zeros_like(like))
+    return Manifold(zero > 0, pair, pair, (pair, pair), (zero - 1, zero - 1))
+
+
+def no_footing(grounded: Array) -> Footing:
+    """A leg far above the ground."""
+    zero, pair = jnp.zeros_like(grounded), (jnp.zeros_like(grounded), jnp.zeros_like(grounded))
+    edge, three = Edge(pair, pair, pair), (zero, zero, zero)
+    patch = Patch(pair, pair, pair, pair, pair, three, three, zero > 0)
+    contact = Contact((zero - 1, zero - 1), pair, pair)
+    manifold = no_manifold(grounded)
+    return Footing(
+        (edge, edge), (manifold, manifold), (patch, patch), (contact, contact), zero > 0, pair, grounded
+    )
+
+
+def found(ground: tuple[Array, ...], near: Callable[[], Array], leg: Leg, blank: Footing) -> Footing:
+    """Where a leg stands (b2ContactManager::Collide)."""
+    pose = leg.body.pose
+    edges, even_right = edges_below(ground, pose.position[0])
+
+    def touch(shared, item):
+        return shared, (item[0], collide(LEG, pose, item[0]))
+
+    def prepare(shared, item):
+        return shared, (item[0], patch_of(item[0], pose))
+
+    _, items = each(near, touch, (), zip(edges, blank.manifolds, strict=True))
+    manifolds = items[0][1], items[1][1]
+
+    inside = tuple(meets_fence(leg.fence, edge) for edge in edges)
+    fresh = tuple(within & (age == 0) for within, age in zip(inside, leg.ages, strict=True))
+    later = even_right, ~even_right  # of two that come near at once, the right one
+    ages = tuple(
+        jnp.where(
+            inside[i],
+            jnp.where(fresh[i], jnp.where(fresh[1 - i] & ~later[i], 2.0, 1.0), jnp.where(fresh[1 - i], 2.0, leg.ages[i])),
+            0.0,
+        )
+        for i in (0, 1)
+    )
+    odd_newer = ages[1] < ages[0]
+    contacts = tuple(renewed(*each_slot)[0] for each_slot in zip(leg.contacts, manifolds, (leg.grounded,) * 2, strict=True))
+    flags = []
+    for order in ((0, 1), (1, 0)):
+        grounded = leg.grounded
+        for i in order:
+            grounded = renewed(leg.contacts[i], manifolds[i], grounded)[1]
+        flags.append(grounded)
+    even_touches, odd_touches = (manifold.keys[0] >= 0 for manifold in manifolds)
+    odd_first = odd_touches & (odd_newer | ~even_touches)
+    edges, manifolds, contacts = choose(
+        odd_first, (edges[::-1], manifolds[::-1], contacts[::-1]), (edges, manifolds, contacts)
+    )
+    _, items = each(near, prepare, (), zip(manifolds, blank.patches, strict=True))
+    return Footing(
+        edges,
+        manifolds,
+        (items[0][1], items[1][1]),
+        contacts,
+        odd_first,
+        ages,  # pyright: ignore[reportArgumentType]
+        jnp.where(odd_newer, flags[1], flags[0]),
+    )
+
+
+def meets_fence(fence: tuple[Pair, Pair], edge: Edge) -> Array:
+    room = THICKNESS / 2 + FENCE_ROOM
+    (left, low), (right, high) = fence
+    below, above = jnp.minimum(edge.start[1], edge.end[1]) - room, jnp.maximum(edge.start[1], edge.end[1]) + room
+    return (left <= edge.end[0] + room) & (right >= edge.start[0] - room) & (low <= above) & (high >= below)
+
+
+def fenced(fence: tuple[Pair, Pair], start: Pose, end: Pose) -> tuple[Pair, Pair]:
+    """The fence of a leg that has moved: a new one, ahead of it, if it does not keep within the old (b2DynamicTree)."""
+    lows, highs = [], []
+    for pose in (start, end):
+        sine, cosine = (jnp.abs(each) for each in pose.rotation())
+        half_width, half_height = LEG.corners[2]
+        extent = (
+            cosine * half_width + sine * half_height + THICKNESS / 2,
+            sine * half_width + cosine * half_height + THICKNESS / 2,
+        )
+        lows.append(minus(pose.position, extent))
+        highs.append(plus(pose.position, extent))
+    low, high = (tuple(map(jnp.minimum, *lows)), tuple(map(jnp.maximum, *highs)))
+    kept = (fence[0][0] <= low[0]) & (fence[0][1] <= low[1]) & (high[0] <= fence[1][0]) & (high[1] <= fence[1][1])
+    ahead = times(2.0, minus(end.position, start.position))
+    new = (
+        tuple(a - FENCE_ROOM + jnp.minimum(b, 0.0) for a, b in zip(low, ahead, strict=True)),
+        tuple(a + FENCE_ROOM + jnp.maximum(b, 0.0) for a, b in zip(high, ahead, strict=True)),
+    )
+    return choose(kept, fence, new)
+
+
+class Moving(NamedTuple):
+    """A leg as the velocity solver sees it."""
+
+    velocity: Velocity
+    hinge: Hinge
+    impulses: tuple[Impulses, Impulses]
+
+
+def settled(
+    masses: Sequence[HingeMasses],
+    patches: Sequence[tuple[Patch, Patch]],
+    depth: int,
+    hull: Velocity,
+    legs: tuple[Moving, Moving],
     wanted: Array,
-) -> tuple[Pose, tuple[Pose, Pose], Array]:
-    """All rounds of the position solver, and whether it got there."""
+) -> tuple[Velocity, tuple[Moving, Moving]]:
+    """All rounds of the velocity solver with the first `depth` contacts of either leg, as long as they change anything.
+
+    Box2D sees to both hinges first, then to the contacts; but a leg's contacts do not concern the other leg's hinge.
+    """
+
+    def leg_round(i: int, hull: Velocity, leg: Moving) -> tuple[Velocity, Moving]:
+        hinge, hull, velocity = held_together(LEG_SIDES[i], masses[i], leg.hinge, hull, leg.velocity)
+        impulses = list(leg.impulses)
+        for j in range(depth):
+            impulses[j], velocity = without_approach(patches[i][j], impulses[j], velocity)
+        return hull, Moving(velocity, hinge, (impulses[0], impulses[1]))
 
     def one_round(carry):
-        count, (hull, legs), run = carry
-        before, legs = (hull, legs), list(legs)
-        done = run
+        count, hull, legs, _ = carry
+        new_hull, new_legs = hull, list(legs)
         for i in (1, 0):
-            for manifold in manifolds[i]:
-                legs[i], least = pushed_apart(manifold, legs[i], CORRECTION)
-                done = done & (least >= -3 * SLOP)
-        for i in (1, 0):
-            hull, legs[i], okay = put_together(LEG_SIDES[i], HINGE_LIMITS[i], sides[i], hull, legs[i])
-            done = done & okay
-        return count + 1, choose(run, (hull, (legs[0], legs[1])), before), run & ~done
+            new_hull, (new_legs[i],) = each(lambda: count >= 0, partial(leg_round, i), new_hull, (legs[i],))
+        run = differs(hull, new_hull)
+        for old, new in zip(legs, new_legs, strict=True):
+            run = run | differs(old.velocity, new.velocity) | (jnp.abs(old.hinge.motor - new.hinge.motor) > SETTLED)
+        return count + 1, new_hull, (new_legs[0], new_legs[1]), wanted & run
 
-    _, (hull, legs), left = lax.while_loop(
-        lambda carry: (carry[0] < POSITION_ITERATIONS) & some(carry[-1]), one_round, (0, (hull, legs), wanted)
+    carry = (jnp.int32(0), hull, legs, wanted)
+    return lax.while_loop(lambda carry: (carry[0] < VELOCITY_ITERATIONS) & some(carry[-1]), one_round, carry)[1:3]
+
+
+def put_right(
+    sides: Sequence[Array],
+    manifolds: Sequence[tuple[Manifold, Manifold]],
+    hull: Pose,
+    legs: Sequence[Pose],
+    touching: Array,
+    wanted: Array,
+) -> tuple[Pose, tuple[Pose, ...], Array]:
+    """All rounds of the position solver, and whether it got there."""
+
+    def push(done: Array, item):
+        pose, manifolds = item
+        for manifold in manifolds:
+            pose, least = pushed_apart(manifold, pose, CORRECTION)
+            done = done & (least >= -3 * SLOP)
+        return done, (pose, manifolds)
+
+    def join(i: int, shared, leg: Pose):
+        hull, done = shared
+        hull, leg, okay = put_together(LEG_SIDES[i], HINGE_LIMITS[i], sides[i], hull, leg)
+        return (hull, done & okay), leg
+
+    def one_round(carry):
+        count, hull, legs, run = carry
+        done, items = each(lambda: some(touching), push, run, zip(legs, manifolds, strict=True))
+        new_hull, new_legs = hull, [pose for pose, _ in items]
+        for i in (1, 0):
+            (new_hull, done), (new_legs[i],) = each(
+                lambda: count >= 0, partial(join, i), (new_hull, done), (new_legs[i],)
+            )
+        return count + 1, *choose(run, (new_hull, tuple(new_legs)), (hull, legs)), run & ~done
+
+    _, hull, legs, left = lax.while_loop(
+        lambda carry: (carry[0] < POSITION_ITERATIONS) & some(carry[-1]),
+        one_round,
+        (jnp.int32(0), hull, tuple(legs), wanted),
     )
     return hull, legs, ~left
 
@@ -904,143 +1072,122 @@ def fired(hull: Body, main: Array, side: Array, direction: Array, noise: tuple[A
     return engine(velocity, up, 3 * across + direction * SIDE_AWAY, place, side * SIDE_POWER)
 
 
-def resting(body: Body) -> Array:
-    """For how long the body has been still."""
-    still = (dot(body.velocity.linear, body.velocity.linear) <= STILL_SPEED**2) & (
-        jnp.abs(body.velocity.spin) <= STILL_SPIN
-    )
-    return jnp.where(still, body.rest + jnp.float32(TIME_STEP), 0.0)
+def falling(velocity: Velocity) -> Velocity:
+    x, y = velocity.linear
+    return Velocity((x, y + TIME_STEP * GRAVITY), velocity.spin)
 
 
-def advanced(hull: Body, legs: tuple[Leg, Leg], ground: tuple[Array, ...], going: Array):
+def rested(body: Body) -> Body:
+    """The body with the time for which it has been still."""
+    speed, spin = dot(body.velocity.linear, body.velocity.linear), jnp.abs(body.velocity.spin)
+    still = (speed <= STILL_SPEED**2) & (spin <= STILL_SPIN)
+    return Body(body.pose, body.velocity, jnp.where(still, body.rest + TIME_STEP, 0.0))
+
+
+def hinged(limits: tuple[float, float], hull: Pose, leg: Leg) -> Hinge:
+    """A hinge at the start of a step: at which limit it is, whose impulse counts only if it was there before."""
+    side = hinge_side(limits, hull, leg.body.pose)
+    limit = jnp.where((side == leg.hinge.side) & (side != 0), leg.hinge.limit, 0.0)
+    return Hinge(leg.hinge.linear, limit, leg.hinge.motor, side)
+
+
+def advanced(
+    hull: Body, legs: tuple[Leg, Leg], ground: tuple[Array, ...], going: Array
+) -> tuple[Body, tuple[Leg, Leg], Array, Array]:
     """Bodies one time step on (b2World::Step), whether the hull met the ground, and whether all fell asleep."""
-    # Collide: the contact list has its newest first, which of two made at once is the right one.
-    places = tuple(edges_below(ground, leg.body.pose.position[0]) for leg in legs)
-    edges = tuple(choose(even_right, pair, pair[::-1]) for pair, even_right in places)
-    manifolds = tuple(
-        tuple(collide(LEG, leg.body.pose, edge) for edge in pair) for leg, pair in zip(legs, edges, strict=True)
-    )
-    contacts, flags = [], []
-    for leg, (_, even_right), pair in zip(legs, places, manifolds, strict=True):
-        first, second = choose(even_right, leg.contacts, leg.contacts[::-1])
-        first, grounded = renewed(first, pair[0], leg.grounded)
-        second, grounded = renewed(second, pair[1], grounded)
-        # A sole contact is put first, so that the solver need not see to the second.
-        contacts.append([first, second])
-        flags.append(grounded)
-    hull_edges, _ = edges_below(ground, hull.pose.position[0])
-    crashed = jnp.zeros_like(going)
-    for edge in hull_edges:
-        crashed = crashed | (collide(HULL, hull.pose, edge).keys[0] >= 0)
+    low = going & (hull.pose.position[1] < NEAR_GROUND - smallest(tuple(-height for height in ground))[0])
 
-    # Velocities.
-    swap = tuple((first.keys[0] < 0) & (second.keys[0] >= 0) for first, second in contacts)
-    ordered = tuple(choose(s, pair[::-1], pair) for s, pair in zip(swap, manifolds, strict=True))
-    ordered_contacts = tuple(choose(s, tuple(pair[::-1]), tuple(pair)) for s, pair in zip(swap, contacts, strict=True))
-    patches = tuple(
-        tuple(patch_of(manifold, leg.body.pose) for manifold in pair) for leg, pair in zip(legs, ordered, strict=True)
-    )
-    impulses = tuple(
-        tuple(in_solver(patch, contact) for patch, contact in zip(*both, strict=True))
-        for both in zip(patches, ordered_contacts, strict=True)
-    )
+    def near() -> Array:
+        return some(low)
 
-    def falling(velocity: Velocity) -> Velocity:
-        x, y = velocity.linear
-        return Velocity((x, y + TIME_STEP * GRAVITY), velocity.spin)
+    def stand(shared, item):
+        leg, blank = item
+        return shared, (leg, found(ground, near, leg, blank))
+
+    def crash(shared, edge: Edge):
+        start, end, wanted, crashed = shared
+        hit, share = impact(HULL, start, end, edge, wanted)
+        share = jnp.where(hit & (share < LAST_IMPACT), share, 0.0)
+        crashed = crashed | (wanted & (collide(HULL, between(start, end, share), edge).keys[0] >= 0))
+        return (start, end, wanted, crashed), edge
+
+    def land(shared, item):
+        leg, start, footing = item
+        zero = jnp.zeros_like(leg.grounded)
+        course = Course(
+            start, leg.body.pose, leg.body.velocity, footing.contacts, leg.grounded, zero, (zero, zero), (going, going), shared
+        )
+        course = impacts(footing.edges, course)
+        contacts = choose(footing.odd_first, course.contacts[::-1], course.contacts)
+        body = Body(course.end, course.velocity, leg.body.rest)
+        fence = fenced(leg.fence, start, leg.body.pose)
+        return shared, (Leg(body, leg.hinge, contacts, footing.ages, fence, course.grounded), start, footing)
+
+    _, items = each(near, stand, (), ((leg, no_footing(leg.grounded)) for leg in legs))
+    footings = tuple(footing for _, footing in items)
 
     hull_velocity = falling(hull.velocity)
-    leg_velocities = []
-    for leg, leg_patches, leg_impulses in zip(legs, patches, impulses, strict=True):
+    masses, moving = [], []
+    for i, (leg, footing) in enumerate(zip(legs, footings, strict=True)):
         velocity = falling(leg.body.velocity)
-        for patch, impulse in zip(leg_patches, leg_impulses, strict=True):
-            velocity = warmed(patch, impulse, velocity)
-        leg_velocities.append(velocity)
-    masses = tuple(hinge_masses(side, hull.pose, leg.body.pose) for side, leg in zip(LEG_SIDES, legs, strict=True))
-    hinges = []
-    for limits, leg in zip(HINGE_LIMITS, legs, strict=True):
-        side = hinge_side(limits, hull.pose, leg.body.pose)
-        limit = jnp.where((side == leg.hinge.side) & (side != 0), leg.hinge.limit, 0.0)
-        hinges.append(Hinge(leg.hinge.linear, limit, leg.hinge.motor, side))
+        impulses = tuple(map(in_solver, footing.patches, footing.contacts))
+        for patch, each_impulse in zip(footing.patches, impulses, strict=True):
+            velocity = warmed(patch, each_impulse, velocity)
+        masses.append(hinge_masses(LEG_SIDES[i], hull.pose, leg.body.pose))
+        moving.append(Moving(velocity, hinged(HINGE_LIMITS[i], hull.pose, leg), impulses))  # pyright: ignore[reportArgumentType]
     for i in (1, 0):
-        twist = hinges[i].motor + hinges[i].limit
-        hull_velocity, leg_velocities[i] = pulled(
-            masses[i], hull_velocity, leg_velocities[i], hinges[i].linear, twist
+        hinge = moving[i].hinge
+        hull_velocity, velocity = pulled(
+            masses[i], hull_velocity, moving[i].velocity, hinge.linear, hinge.motor + hinge.limit
         )
+        moving[i] = moving[i]._replace(velocity=velocity)
     touching = tuple(
-        going & ((ordered_contacts[0][j].keys[0] >= 0) | (ordered_contacts[1][j].keys[0] >= 0)) for j in (0, 1)
+        going & ((footings[0].contacts[j].keys[0] >= 0) | (footings[1].contacts[j].keys[0] >= 0)) for j in (0, 1)
     )
-    moving = (hull_velocity, tuple(leg_velocities), tuple(hinges), impulses)
-    conditions = (
+    # One of the three ways, by what the batch needs.
+    ways = (
         lambda: some(going) & ~some(touching[0]),
         lambda: some(touching[0]) & ~some(touching[1]),
         lambda: some(touching[1]),
     )
-    for depth, condition in enumerate(conditions):
-        moving = when(condition, partial(velocities, masses, patches, depth), moving)
-    hull_velocity, leg_velocities, hinges, impulses = moving
-    new_contacts = []
-    for i in (0, 1):
-        pair = tuple(
-            remembered(*each) for each in zip(patches[i], ordered_contacts[i], impulses[i], strict=True)
-        )
-        new_contacts.append(choose(swap[i], pair[::-1], pair))
-
-    # Positions.
-    def moved(pose: Pose, velocity: Velocity) -> Pose:
-        return Pose(
-            plus(pose.position, times(TIME_STEP, velocity.linear)), pose.angle + TIME_STEP * velocity.spin
+    patches = tuple(footing.patches for footing in footings)
+    moving = moving[0], moving[1]
+    for depth, way in enumerate(ways):
+        _, ((hull_velocity, moving),) = each(
+            way,
+            lambda shared, item, depth=depth: (shared, settled(masses, patches, depth, *item, going)),
+            (),
+            ((hull_velocity, moving),),
         )
 
-    hull_pose = moved(hull.pose, hull_velocity)
-    leg_poses = tuple(moved(leg.body.pose, velocity) for leg, velocity in zip(legs, leg_velocities, strict=True))
-    hull_pose, leg_poses, solved = positions(
-        (hinges[0].side, hinges[1].side), ordered, hull_pose, leg_poses, going
+    hull_pose, leg_poses, solved = put_right(
+        tuple(leg.hinge.side for leg in moving),
+        tuple(footing.manifolds for footing in footings),
+        moved(hull.pose, hull_velocity, TIME_STEP),
+        tuple(moved(leg.body.pose, move.velocity, TIME_STEP) for leg, move in zip(legs, moving, strict=True)),
+        touching[0],
+        going,
     )
-
-    # Sleep.
-    new_hull = Body(hull_pose, hull_velocity, hull.rest)
-    new_legs = [Body(pose, velocity, leg.body.rest) for pose, velocity, leg in zip(leg_poses, leg_velocities, legs, strict=True)]
-    new_hull, *new_legs = (Body(body.pose, body.velocity, resting(body)) for body in (new_hull, *new_legs))
-    least = jnp.minimum(new_hull.rest, jnp.minimum(new_legs[0].rest, new_legs[1].rest))
+    new_hull = rested(Body(hull_pose, hull_velocity, hull.rest))
+    bodies = tuple(
+        rested(Body(pose, move.velocity, leg.body.rest)) for pose, move, leg in zip(leg_poses, moving, legs, strict=True)
+    )
+    least = jnp.minimum(new_hull.rest, jnp.minimum(bodies[0].rest, bodies[1].rest))
     asleep = (least >= TIME_TO_SLEEP) & solved
 
-    # Impacts.
-    awake = going & ~asleep
-    for edge in hull_edges:
-        lowest = jnp.minimum(hull.pose.position[1], new_hull.pose.position[1]) - HULL_REACH
-        wanted = awake & (lowest < jnp.maximum(edge.start[1], edge.end[1]))
-        hit, share = impact(HULL, hull.pose, new_hull.pose, edge, wanted)
-        crashed = crashed | (hit & (collide(HULL, between(hull.pose, new_hull.pose, share), edge).keys[0] >= 0))
-    final = []
-    for leg, body, pair, leg_contacts, grounded, hinge, (_, even_right) in zip(
-        legs, new_legs, edges, new_contacts, flags, hinges, places, strict=True
-    ):
-        lowest = jnp.minimum(leg.body.pose.position[1], body.pose.position[1]) - LEG_REACH
-        highest = jnp.maximum(pair[0].start[1], jnp.maximum(pair[0].end[1], jnp.maximum(pair[1].start[1], pair[1].end[1])))
-        zero = jnp.zeros_like(grounded)
-        course = Course(
-            leg.body.pose,
-            body.pose,
-            body.velocity,
-            leg_contacts,
-            grounded,
-            zero,
-            (zero, zero),
-            (going, going),
-            awake & (lowest < highest),
-        )
-        course = impacts(pair, course)
-        first, second = course.contacts
-        final.append(
-            Leg(
-                Body(course.end, course.velocity, body.rest),
-                hinge,
-                choose(even_right, (first, second), (second, first)),
-                course.grounded,
-            )
-        )
-    return new_hull, (final[0], final[1]), crashed, asleep
+    awake = low & ~asleep
+    hull_edges, _ = edges_below(ground, hull.pose.position[0])
+    shared = hull.pose, new_hull.pose, awake, jnp.zeros_like(going)
+    (*_, crashed), _ = each(near, crash, shared, hull_edges)
+    items = []
+    for leg, body, move, footing in zip(legs, bodies, moving, footings, strict=True):
+        contacts = tuple(map(remembered, footing.patches, footing.contacts, move.impulses))
+        new = Leg(body, move.hinge, leg.contacts, leg.ages, leg.fence, footing.grounded)
+        items.append((new, leg.body.pose, footing._replace(contacts=contacts)))
+    _, items = each(near, land, awake, items)
+    new_legs = items[0][0], items[1][0]
+    stopped = Velocity(*jax.tree.map(lambda each: jnp.where(asleep, 0.0, each), new_hull.velocity))
+    return Body(new_hull.pose, stopped, new_hull.rest), new_legs, crashed, asleep
 
 
 def seen(hull: Body, legs: tuple[Leg, Leg]) -> tuple[Array, ...]:
@@ -1113,6 +1260,8 @@ class LunarLander(Component):
                 body(WIDTH / 2 - side * LEG_AWAY, HEIGHT, side * LEG_TILT, still),
                 Hinge(still, zero, zero, zero),
                 (contact, contact),
+                still,
+                (still, still),
                 zero,
             )
             for side in LEG_SIDES
