@@ -6,6 +6,7 @@ from jax import Array
 
 from byzpg.components import unknown
 from byzpg.envs.cartpole import CartPole
+from byzpg.envs.lunar_lander import LunarLander, LunarLanderContinuous
 from byzpg.spaces import Space
 
 
@@ -52,7 +53,9 @@ class Environment(Protocol):
         ...
 
 
-ENVIRONMENTS: dict[str, type[Environment]] = {CartPole.name: CartPole}
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    member.name: member for member in (CartPole, LunarLander, LunarLanderContinuous)
+}
 
 
 def make(name: str) -> Environment:

@@ -135,7 +135,10 @@ class Shape:
         self.corners = tuple((x - self.centre[0], y - self.centre[1]) for x, y in corners)
         self.sides = tuple(zip(self.corners, self.corners[1:] + self.corners[:1], strict=True))
         self.inertia = sum(
-            density * (a[0] * b[1] - a[1] * b[0]) / 12 * sum(p[i] * q[i] for p, q in ((a, a), (a, b), (b, b)) for i in (0, 1))
+            density
+            * (a[0] * b[1] - a[1] * b[0])
+            / 12
+            * sum(p[i] * q[i] for p, q in ((a, a), (a, b), (b, b)) for i in (0, 1))
             for a, b in self.sides
         )
         lengths = [sqrt((b[0] - a[0]) ** 2 + (b[1] - a[1]) ** 2) for a, b in self.sides]
@@ -413,9 +416,7 @@ def patch_of(manifold: Manifold, pose: Pose) -> Patch:
         normal_arms,
         tangent_arms,
         tuple(jnp.where(here, 1 / k, 0.0) for here, k in zip(present, (stiffness[0], stiffness[2]), strict=True)),
-        tuple(
-            jnp.where(here, 1 / compliance(arm, arm), 0.0) for here, arm in zip(present, tangent_arms, strict=True)
-        ),
+        tuple(jnp.where(here, 1 / compliance(arm, arm), 0.0) for here, arm in zip(present, tangent_arms, strict=True)),
         stiffness,
         (
             stiffness[2] * inverse_determinant,
@@ -496,9 +497,7 @@ def pushed_apart(manifold: Manifold, pose: Pose, correction: float) -> tuple[Pos
         arm = cross(minus(spot, pose.position), normal)
         depth = jnp.clip(correction * (separation + SLOP), -LARGEST_CORRECTION, 0.0)
         impulse = -depth / (1 / LEG.mass + arm * arm / LEG.inertia)
-        pose = Pose(
-            plus(pose.position, times(impulse / LEG.mass, normal)), pose.angle + impulse * arm / LEG.inertia
-        )
+        pose = Pose(plus(pose.position, times(impulse / LEG.mass, normal)), pose.angle + impulse * arm / LEG.inertia)
     return pose, least
 
 
@@ -671,7 +670,9 @@ def impact(shape: Shape, start: Pose, end: Pose, edge: Edge, wanted: Array) -> t
     zero, one = jnp.zeros_like(start.angle), jnp.ones_like(start.angle)
     near, far = IMPACT_DISTANCE - IMPACT_TOLERANCE, IMPACT_DISTANCE + IMPACT_TOLERANCE
 
-    def root(axis: Axis, witness: tuple[Pair, Pair], low: Array, high: Array, at_low: Array, at_high: Array, run: Array):
+    def root(
+        axis: Axis, witness: tuple[Pair, Pair], low: Array, high: Array, at_low: Array, at_high: Array, run: Array
+    ):
         def narrow(carry):
             count, low, high, at_low, at_high, share, run = carry
             secant = low + (IMPACT_DISTANCE - at_low) * (high - low) / jnp.where(run, at_high - at_low, 1.0)
@@ -819,9 +820,7 @@ def rebound(
     patches = tuple(patch_of(manifold, pose) for manifold in manifolds)
     nothing = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
     carry = (0, (Impulses(nothing, nothing),) * 2, wanted)
-    _, impulses, _ = lax.while_loop(
-        lambda carry: (carry[0] < VELOCITY_ITERATIONS) & some(carry[-1]), stop, carry
-    )
+    _, impulses, _ = lax.while_loop(lambda carry: (carry[0] < VELOCITY_ITERATIONS) & some(carry[-1]), stop, carry)
     return pose, pressed(velocity, patches, impulses)
 
 
@@ -862,9 +861,7 @@ def no_footing(grounded: Array) -> Footing:
     patch = Patch(pair, pair, pair, pair, pair, three, three, zero > 0)
     contact = Contact((zero - 1, zero - 1), pair, pair)
     manifold = no_manifold(grounded)
-    return Footing(
-        (edge, edge), (manifold, manifold), (patch, patch), (contact, contact), zero > 0, pair, grounded
-    )
+    return Footing((edge, edge), (manifold, manifold), (patch, patch), (contact, contact), zero > 0, pair, grounded)
 
 
 def found(ground: tuple[Array, ...], near: Callable[[], Array], leg: Leg, blank: Footing) -> Footing:
@@ -887,13 +884,17 @@ def found(ground: tuple[Array, ...], near: Callable[[], Array], leg: Leg, blank:
     ages = tuple(
         jnp.where(
             inside[i],
-            jnp.where(fresh[i], jnp.where(fresh[1 - i] & ~later[i], 2.0, 1.0), jnp.where(fresh[1 - i], 2.0, leg.ages[i])),
+            jnp.where(
+                fresh[i], jnp.where(fresh[1 - i] & ~later[i], 2.0, 1.0), jnp.where(fresh[1 - i], 2.0, leg.ages[i])
+            ),
             0.0,
         )
         for i in (0, 1)
     )
     odd_newer = ages[1] < ages[0]
-    contacts = tuple(renewed(*each_slot)[0] for each_slot in zip(leg.contacts, manifolds, (leg.grounded,) * 2, strict=True))
+    contacts = tuple(
+        renewed(*each_slot)[0] for each_slot in zip(leg.contacts, manifolds, (leg.grounded,) * 2, strict=True)
+    )
     flags = []
     for order in ((0, 1), (1, 0)):
         grounded = leg.grounded
@@ -1049,23 +1050,6 @@ def put_right(
     return hull, legs, ~left
 
 
-def engines(continuous: bool, action: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-    """Power of the main engine, power of the side engines, and which of these: −1 left, 1 right."""
-    if continuous:
-        main, side = (jnp.clip(each, -1.0, 1.0) for each in action)
-        return (
-            jnp.where(main > 0, 0.5 + 0.5 * main, 0.0),
-            jnp.where(jnp.abs(side) > 0.5, jnp.abs(side), 0.0),
-            jnp.where(side > 0, 1.0, -1.0),
-        )
-    (chosen,) = action
-    return (
-        jnp.where(chosen == 2, 1.0, 0.0),
-        jnp.where((chosen == 1) | (chosen == 3), 1.0, 0.0),
-        jnp.where(chosen == 3, 1.0, -1.0),
-    )
-
-
 def fired(hull: Body, main: Array, side: Array, direction: Array, noise: tuple[Array, ...]) -> Velocity:
     """The hull's velocity after the engines' impulses, which go astray a little."""
     sine, cosine = rotation = hull.pose.rotation()
@@ -1127,7 +1111,15 @@ def advanced(
         leg, start, footing = item
         zero = jnp.zeros_like(leg.grounded)
         course = Course(
-            start, leg.body.pose, leg.body.velocity, footing.contacts, leg.grounded, zero, (zero, zero), (going, going), shared
+            start,
+            leg.body.pose,
+            leg.body.velocity,
+            footing.contacts,
+            leg.grounded,
+            zero,
+            (zero, zero),
+            (going, going),
+            shared,
         )
         course = impacts(footing.edges, course)
         contacts = choose(footing.odd_first, course.contacts[::-1], course.contacts)
@@ -1143,7 +1135,9 @@ def advanced(
     patches = tuple(footing.patches for footing in footings)
     old_impulses = tuple(tuple(map(in_solver, footing.patches, footing.contacts)) for footing in footings)
     old_hinges = tuple(hinged(limits, hull.pose, leg) for limits, leg in zip(HINGE_LIMITS, legs, strict=True))
-    velocities = [pressed(falling(leg.body.velocity), *each) for leg, *each in zip(legs, patches, old_impulses, strict=True)]
+    velocities = [
+        pressed(falling(leg.body.velocity), *each) for leg, *each in zip(legs, patches, old_impulses, strict=True)
+    ]
     for i in (1, 0):
         hull_velocity, velocities[i] = pulled(masses[i], hull_velocity, velocities[i], old_hinges[i])
     touching = tuple(
@@ -1164,7 +1158,9 @@ def advanced(
 
         _, ((hinges, impulses),) = each(way, settle, (), ((hinges, impulses),))
     for i in (1, 0):
-        more = jax.tree.map(lambda now, before: now - before, (hinges[i], impulses[i]), (old_hinges[i], old_impulses[i]))
+        more = jax.tree.map(
+            lambda now, before: now - before, (hinges[i], impulses[i]), (old_hinges[i], old_impulses[i])
+        )
         hull_velocity, velocities[i] = pulled(masses[i], hull_velocity, velocities[i], more[0])
         velocities[i] = pressed(velocities[i], patches[i], more[1])
 
@@ -1224,22 +1220,15 @@ def potential(observation: tuple[Array, ...]) -> Array:
 
 @dataclass(frozen=True)
 class LunarLander(Component):
-    """Land between the flags: about 100 to 140 for a soft way down, ±100 for the end, less fuel."""
+    """Come down softly between the flags: about 100 to 140 for the way, 100 more for rest, −100 for a crash, less fuel."""
 
-    continuous: bool = False
-
+    # Without annotations these are not fields; as ClassVars they would not match the properties of `Environment`.
+    name = "LunarLander-v3"
     observation_size = 8
+    action_space = Discrete(4)
     horizon = 1000
     reward_threshold = 200.0
     noise_size = 2
-
-    @property
-    def name(self) -> str:
-        return "LunarLanderContinuous-v3" if self.continuous else "LunarLander-v3"
-
-    @property
-    def action_space(self) -> Space:
-        return Box(2, (-1.0, -1.0), (1.0, 1.0)) if self.continuous else Discrete(4)
 
     def reset(self, key: Array) -> State:
         """A first state over new ground, pushed at random; for a batch, vmap over keys."""
@@ -1278,19 +1267,26 @@ class LunarLander(Component):
         pushed = force[0] * (TIME_STEP / HULL.mass), force[1] * (TIME_STEP / HULL.mass)
         hull = body(WIDTH / 2 + HULL.centre[0], HEIGHT + HULL.centre[1], 0.0, pushed)
         state = State(hull, (legs[0], legs[1]), ground, zero, zero)
-        action = (zero, zero) if self.continuous else (zero.astype(jnp.int32),)
+        action = (zero,) * (2 if isinstance(self.action_space, Box) else 1)
         return self.step(state, action, noise)[0]
+
+    def engines(self, action: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        """Power of the main engine, power of the side engines, and which of these: −1 left, 1 right."""
+        (chosen,) = action
+        return (
+            jnp.where(chosen == 2, 1.0, 0.0),
+            jnp.where((chosen == 1) | (chosen == 3), 1.0, 0.0),
+            jnp.where(chosen == 3, 1.0, -1.0),
+        )
 
     def observe(self, state: State) -> tuple[Array, ...]:
         """What the agent sees: eight arrays."""
         return seen(state.hull, state.legs)
 
-    def step(
-        self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]
-    ) -> tuple[State, Array, Array]:
+    def step(self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]) -> tuple[State, Array, Array]:
         """The next state, the reward and whether the episode ended there; two draws of `noise` sway the engines."""
         going = state.ended == 0
-        main, side, direction = engines(self.continuous, action)
+        main, side, direction = self.engines(action)
         hull = Body(state.hull.pose, fired(state.hull, main, side, direction, noise), state.hull.rest)
         hull, legs, crashed, asleep = advanced(hull, state.legs, state.ground, going)
         observation = seen(hull, legs)
@@ -1304,4 +1300,19 @@ class LunarLander(Component):
             choose(going, following, state),
             jnp.where(going, reward, 0.0),
             ended | ~going,
+        )
+
+
+class LunarLanderContinuous(LunarLander):
+    """The same with two throttles: the main engine fires above 0, from half its power up; the side ones beyond ±0.5."""
+
+    name = "LunarLanderContinuous-v3"
+    action_space = Box(2, (-1.0, -1.0), (1.0, 1.0))
+
+    def engines(self, action: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        main, side = (jnp.clip(each, -1.0, 1.0) for each in action)
+        return (
+            jnp.where(main > 0, 0.5 + 0.5 * main, 0.0),
+            jnp.where(jnp.abs(side) > 0.5, jnp.abs(side), 0.0),
+            jnp.where(side > 0, 1.0, -1.0),
         )
