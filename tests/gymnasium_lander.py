@@ -1,5 +1,6 @@
-"""Gymnasium's LunarLander beside ours: its first state copied, its draws of chance handed over, its episodes replayed."""
+"""Gymnasium's LunarLander beside ours: its first states copied, its chance handed over, its episodes replayed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,13 +103,13 @@ def heuristic(observation: np.ndarray) -> np.ndarray:
 
 
 def replay(
-    environment: LunarLander, episodes: list[Episode], policy: str, batch: int
+    step: Callable[..., Any], environment: LunarLander, episodes: list[Episode], policy: str, batch: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Observations and rewards of our episodes, from the same first states and with the same chance.
 
     Random actions are those Gymnasium's episode took; the heuristic looks at our own observation.
     """
-    step, observe = jax.jit(environment.step), jax.jit(environment.observe)
+    observe = jax.jit(environment.observe)
     results = []
     for start in range(0, len(episodes), batch):
         chosen = episodes[start : start + batch]
