@@ -34,8 +34,8 @@ class Episode:
 def copied(inner: Any) -> State:
     """Gymnasium's state after `reset`, where nothing touches the ground, as ours."""
 
-    def scalar(value: float) -> np.ndarray:
-        return np.float32(value)[()]
+    def scalar(value: float) -> Any:
+        return np.float32(value)
 
     def body(body: Any) -> Body:
         centre, speed = body.worldCenter, body.linearVelocity

@@ -151,10 +151,10 @@ def test_made_by_name(name: str) -> None:
 
 def test_an_unknown_name_is_one_clear_error() -> None:
     with pytest.raises(
-        ValueError, match=r"no environment 'cart-pole'; known: CartPole-v1\. Did you mean 'CartPole-v1'\?"
+        ValueError, match=r"no environment 'cart-pole'; known: CartPole-v1, .* Did you mean 'CartPole-v1'\?"
     ):
         envs.make("cart-pole")
-    with pytest.raises(ValueError, match=r"no environment 'Go'; known: CartPole-v1\.$"):
+    with pytest.raises(ValueError, match=r"no environment 'Go'; known: CartPole-v1, .*-v3\.$"):
         envs.make("Go")
 
 

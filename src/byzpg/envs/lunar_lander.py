@@ -50,8 +50,8 @@ FENCE_ROOM = 0.1
 # Ours: a round of the velocity solver that changes less is the last.
 SETTLED = 1e-6
 
-Pair = tuple[Array, Array]
-Point = tuple[float, float]
+Pair = tuple[Array, ...]  # x and y, or one of each of two
+Point = tuple[float, ...]
 
 
 def dot(a: Any, b: Any) -> Array:
@@ -131,7 +131,7 @@ class Shape:
         self.centre: Point = tuple(
             sum(area * (a[i] + b[i]) / 3 for area, (a, b) in zip(areas, sides, strict=True)) / sum(areas)
             for i in range(2)
-        )  # pyright: ignore[reportAttributeAccessIssue]
+        )
         self.corners = tuple((x - self.centre[0], y - self.centre[1]) for x, y in corners)
         self.sides = tuple(zip(self.corners, self.corners[1:] + self.corners[:1], strict=True))
         self.inertia = sum(
@@ -382,7 +382,7 @@ def renewed(contact: Contact, manifold: Manifold, grounded: Array) -> tuple[Cont
         return tuple(
             jnp.where(key == old_first, impulses[0], jnp.where(key == old_second, impulses[1], 0.0))
             for key in manifold.keys
-        )  # pyright: ignore[reportReturnType]
+        )
 
     before, now = contact.keys[0] >= 0, manifold.keys[0] >= 0
     grounded = jnp.where(now & ~before, 1.0, jnp.where(before & ~now, 0.0, grounded))
@@ -424,7 +424,7 @@ def patch_of(manifold: Manifold, pose: Pose) -> Patch:
             stiffness[0] * inverse_determinant,
         ),
         both,
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 def in_solver(patch: Patch, contact: Contact) -> Impulses:
@@ -901,9 +901,7 @@ def found(ground: tuple[Array, ...], near: Callable[[], Array], leg: Leg, blank:
         for i in (0, 1)
     )
     odd_newer = ages[1] < ages[0]
-    contacts = tuple(
-        renewed(*each_slot)[0] for each_slot in zip(leg.contacts, manifolds, (leg.grounded,) * 2, strict=True)
-    )
+    contacts = tuple(renewed(leg.contacts[i], manifolds[i], leg.grounded)[0] for i in (0, 1))
     flags = []
     for order in ((0, 1), (1, 0)):
         grounded = leg.grounded
@@ -922,7 +920,7 @@ def found(ground: tuple[Array, ...], near: Callable[[], Array], leg: Leg, blank:
         (items[0][1], items[1][1]),
         contacts,
         odd_first,
-        ages,  # pyright: ignore[reportArgumentType]
+        ages,
         jnp.where(odd_newer, flags[1], flags[0]),
     )
 
@@ -1122,11 +1120,14 @@ def advanced(
     masses, moving = [], []
     for i, (leg, footing) in enumerate(zip(legs, footings, strict=True)):
         velocity = falling(leg.body.velocity)
-        impulses = tuple(map(in_solver, footing.patches, footing.contacts))
-        for patch, each_impulse in zip(footing.patches, impulses, strict=True):
-            velocity = warmed(patch, each_impulse, velocity)
+        impulses = (
+            in_solver(footing.patches[0], footing.contacts[0]),
+            in_solver(footing.patches[1], footing.contacts[1]),
+        )
+        for patch, kept in zip(footing.patches, impulses, strict=True):
+            velocity = warmed(patch, kept, velocity)
         masses.append(hinge_masses(LEG_SIDES[i], hull.pose, leg.body.pose))
-        moving.append(Moving(velocity, hinged(HINGE_LIMITS[i], hull.pose, leg), impulses))  # pyright: ignore[reportArgumentType]
+        moving.append(Moving(velocity, hinged(HINGE_LIMITS[i], hull.pose, leg), impulses))
     for i in (1, 0):
         hinge = moving[i].hinge
         hull_velocity, velocity = pulled(
@@ -1136,7 +1137,7 @@ def advanced(
     touching = tuple(
         going & ((footings[0].contacts[j].keys[0] >= 0) | (footings[1].contacts[j].keys[0] >= 0)) for j in (0, 1)
     )
-    # One of the three ways, by what the batch needs.
+    # One of three ways, by what the batch needs.
     ways = (
         lambda: some(going) & ~some(touching[0]),
         lambda: some(touching[0]) & ~some(touching[1]),
@@ -1145,12 +1146,13 @@ def advanced(
     patches = tuple(footing.patches for footing in footings)
     moving = moving[0], moving[1]
     for depth, way in enumerate(ways):
-        _, ((hull_velocity, moving),) = each(
-            way,
-            lambda shared, item, depth=depth: (shared, settled(masses, patches, depth, *item, going)),
-            (),
-            ((hull_velocity, moving),),
-        )
+
+        def settle(shared, item, depth: int = depth):
+            # From the item alone: work that no turn changes, XLA would take out of the loop and do in any case.
+            velocity, legs_now = item
+            return shared, settled(masses, patches, depth, velocity, legs_now, going)
+
+        _, ((hull_velocity, moving),) = each(way, settle, (), ((hull_velocity, moving),))
 
     hull_pose, leg_poses, solved = put_right(
         tuple(leg.hinge.side for leg in moving),
@@ -1179,7 +1181,7 @@ def advanced(
         items.append((new, leg.body.pose, footing._replace(contacts=contacts)))
     _, items = each(near, land, awake, items)
     new_legs = items[0][0], items[1][0]
-    stopped = Velocity(*jax.tree.map(lambda each: jnp.where(asleep, 0.0, each), new_hull.velocity))
+    stopped = choose(asleep, jax.tree.map(jnp.zeros_like, hull_velocity), hull_velocity)
     return Body(new_hull.pose, stopped, new_hull.rest), new_legs, crashed, asleep
 
 
