@@ -7,6 +7,7 @@ from jax import Array
 from byzpg.components import unknown
 from byzpg.envs import host
 from byzpg.envs.cartpole import CartPole
+from byzpg.envs.lunar_lander import LunarLander, LunarLanderContinuous
 from byzpg.envs.pendulum import Pendulum
 from byzpg.spaces import Space
 
@@ -60,7 +61,9 @@ class Environment(Protocol):
         ...
 
 
-ENVIRONMENTS: dict[str, type[Environment]] = {each.name: each for each in (CartPole, Pendulum)}
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    member.name: member for member in (CartPole, LunarLander, LunarLanderContinuous, Pendulum)
+}
 
 
 Task = Environment | host.HostTask

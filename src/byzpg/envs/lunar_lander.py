@@ -1,0 +1,1309 @@
+"""LunarLander-v3 as array arithmetic: Gymnasium's lander, and of Box2D 2.3 (Catto) what moves it, step for step.
+
+A hull with two legs on motorised hinges flies over ten ground edges. All is elementwise: every array has the batch's
+shape, and lists are Python tuples. Only the conditions of loops look at the whole batch, so small batches end earlier.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import pi, sqrt
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from byzpg.components import Component
+from byzpg.spaces import Box, Discrete
+
+# gymnasium.envs.box2d.lunar_lander, lengths in metres: pixels / 30.
+TIME_STEP = 1 / 50
+GRAVITY = -10.0
+WIDTH, HEIGHT = 600 / 30, 400 / 30
+PAD_HEIGHT = HEIGHT / 4
+NUM_CORNERS = 11  # of the ground
+SPACING = WIDTH / (NUM_CORNERS - 1)
+LARGEST_FORCE = 1000.0  # of the push at the start
+MAIN_POWER, SIDE_POWER = 13.0, 0.6
+MAIN_DEPTH, SIDE_AWAY, SIDE_HEIGHT, SIDE_HEIGHT_ACROSS = 4 / 30, 12 / 30, 14 / 30, 17 / 30
+LEG_AWAY, LEG_DOWN = 20 / 30, 18 / 30
+LEG_SIDES = (-1.0, 1.0)
+LEG_TILT = 0.05  # at the start; hinge angles count from there
+HINGE_LIMITS = ((0.4 - LEG_TILT, 0.9 - LEG_TILT), (-0.9 + LEG_TILT, -0.4 + LEG_TILT))
+MOTOR_SPEED = 0.3
+LARGEST_MOTOR_IMPULSE = 40 * TIME_STEP
+FRICTION = sqrt(0.1 * 0.2)  # of a leg on the ground
+
+# b2Settings.h; Box2D keeps shapes, each 0.01 thick, touching by about `SLOP`.
+VELOCITY_ITERATIONS, POSITION_ITERATIONS, IMPACT_POSITION_ITERATIONS = 180, 60, 20
+THICKNESS = 0.02
+SLOP, ANGULAR_SLOP = 0.005, 2 / 180 * pi
+CORRECTION, IMPACT_CORRECTION = 0.2, 0.75
+LARGEST_CORRECTION, LARGEST_ANGULAR_CORRECTION = 0.2, 8 / 180 * pi
+LARGEST_CONDITION = 1000.0
+STILL_SPEED, STILL_SPIN, TIME_TO_SLEEP = 0.01, 2 / 180 * pi, 0.5
+IMPACT_DISTANCE, IMPACT_TOLERANCE = 0.005, 0.00125
+LARGEST_SUBSTEPS = 8
+LAST_IMPACT = 1 - 1e-6
+FENCE_ROOM = 0.1
+# Ours: a round of the velocity solver that changes less is the last.
+SETTLED = 1e-6
+
+Pair = tuple[Array, ...]  # x and y, or one of each of two
+Point = tuple[float, ...]
+
+
+def dot(a: Any, b: Any) -> Array:
+    return a[0] * b[0] + a[1] * b[1]
+
+
+def cross(a: Any, b: Any) -> Array:
+    return a[0] * b[1] - a[1] * b[0]
+
+
+def plus(a: Any, b: Any) -> Pair:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def minus(a: Any, b: Any) -> Pair:
+    return a[0] - b[0], a[1] - b[1]
+
+
+def times(factor: Any, a: Any) -> Pair:
+    return factor * a[0], factor * a[1]
+
+
+def turned(rotation: Pair, a: Any) -> Pair:
+    """`a` rotated by (sine, cosine)."""
+    sine, cosine = rotation
+    return cosine * a[0] - sine * a[1], sine * a[0] + cosine * a[1]
+
+
+def turned_back(rotation: Pair, a: Any) -> Pair:
+    sine, cosine = rotation
+    return cosine * a[0] + sine * a[1], cosine * a[1] - sine * a[0]
+
+
+def choose(mask: Array, a: Any, b: Any) -> Any:
+    """`a` where the mask holds, else `b`, for every array of the two."""
+    return jax.tree.map(partial(jnp.where, mask), a, b)
+
+
+def some(mask: Array) -> Array:
+    # jnp.any would do, but Pallas kernels know no reduction by "or".
+    return jnp.max(mask.astype(jnp.int32)) > 0
+
+
+def smallest(values: Sequence[Array], items: Sequence[Any] | None = None) -> tuple[Array, Any]:
+    """The smallest of the values and its item; of equal ones the first."""
+    value, item = values[0], items[0] if items else None
+    for i in range(1, len(values)):
+        less = values[i] < value
+        value, item = jnp.where(less, values[i], value), choose(less, items[i], item) if items else None
+    return value, item
+
+
+def each(condition: Callable[[], Array], function: Callable[[Any, Any], Any], shared: Any, items: Any) -> Any:
+    """What is shared and every item after function(shared, item), item by item; as they are unless `condition()`.
+
+    One loop for all, so its body is compiled once and its results are computed once: XLA on CPUs computes anew what
+    several results share, unless a loop lies between.
+    """
+    items = tuple(items)
+
+    def turn(carry):
+        count, shared, items = carry
+        shared, item = function(shared, items[0])
+        return count + 1, shared, (*items[1:], item)
+
+    carry = (jnp.int32(0), shared, items)
+    return lax.while_loop(lambda carry: (carry[0] < len(items)) & condition(), turn, carry)[1:]
+
+
+class Shape:
+    """A convex polygon of even density: corners counter-clockwise from its centre of mass."""
+
+    def __init__(self, corners: tuple[Point, ...], density: float) -> None:
+        sides = tuple(zip(corners, corners[1:] + corners[:1], strict=True))
+        areas = [(a[0] * b[1] - a[1] * b[0]) / 2 for a, b in sides]
+        self.mass = density * sum(areas)
+        self.centre: Point = tuple(
+            sum(area * (a[i] + b[i]) / 3 for area, (a, b) in zip(areas, sides, strict=True)) / sum(areas)
+            for i in range(2)
+        )
+        self.corners = tuple((x - self.centre[0], y - self.centre[1]) for x, y in corners)
+        self.sides = tuple(zip(self.corners, self.corners[1:] + self.corners[:1], strict=True))
+        self.inertia = sum(
+            density
+            * (a[0] * b[1] - a[1] * b[0])
+            / 12
+            * sum(p[i] * q[i] for p, q in ((a, a), (a, b), (b, b)) for i in (0, 1))
+            for a, b in self.sides
+        )
+        lengths = [sqrt((b[0] - a[0]) ** 2 + (b[1] - a[1]) ** 2) for a, b in self.sides]
+        self.normals = tuple(
+            ((b[1] - a[1]) / length, (a[0] - b[0]) / length) for (a, b), length in zip(self.sides, lengths, strict=True)
+        )
+
+
+HULL = Shape(tuple((x / 30, y / 30) for x, y in ((17, -10), (17, 0), (14, 17), (-14, 17), (-17, 0), (-17, -10))), 5.0)
+LEG = Shape(tuple((x * 2 / 30, y * 8 / 30) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))), 1.0)
+NEAR_GROUND = 2.5  # above it, measured at the hull, no body can touch it within a step
+MOTOR_MASS = 1 / (1 / HULL.inertia + 1 / LEG.inertia)
+
+
+class Pose(NamedTuple):
+    position: Pair  # of the centre of mass
+    angle: Array
+
+    def rotation(self) -> Pair:
+        return jnp.sin(self.angle), jnp.cos(self.angle)
+
+    def point(self, local: Any) -> Pair:
+        return plus(self.position, turned(self.rotation(), local))
+
+
+class Velocity(NamedTuple):
+    linear: Pair
+    spin: Array
+
+    def pushed(self, shape: Shape, impulse: Pair, twist: Array) -> "Velocity":
+        """After a linear and an angular impulse."""
+        return Velocity(plus(self.linear, times(1 / shape.mass, impulse)), self.spin + twist / shape.inertia)
+
+
+class Body(NamedTuple):
+    pose: Pose
+    velocity: Velocity
+    rest: Array  # seconds for which it has been still
+
+
+class Contact(NamedTuple):
+    """What is remembered of a leg on one ground edge: up to two points by key (−1: none), and their impulses."""
+
+    keys: Pair
+    normal: Pair
+    tangent: Pair
+
+
+class Hinge(NamedTuple):
+    """What is remembered of a hinge: impulses, and at which limit it was: 1 lower, −1 upper, 0 neither."""
+
+    linear: Pair
+    limit: Array
+    motor: Array
+    side: Array
+
+
+class Leg(NamedTuple):
+    body: Body
+    hinge: Hinge
+    contacts: tuple[Contact, Contact]  # with the even and the odd edge of the two next to the leg
+    ages: Pair  # 0: that edge is not near; else more for the one that came near first
+    fence: tuple[Pair, Pair]  # lower left and upper right of a box with room to move in: what it meets is near
+    grounded: Array  # 1 or 0, as observed
+
+
+class State(NamedTuple):
+    """One float32 array per quantity, all of one shape: the batch."""
+
+    hull: Body
+    legs: tuple[Leg, Leg]
+    ground: tuple[Array, ...]  # heights of the corners, 2 m apart
+    shaping: Array
+    ended: Array  # 1 or 0: an ended episode holds up no loop
+
+
+class Edge(NamedTuple):
+    start: Pair
+    end: Pair
+    normal: Pair  # upwards
+
+
+class Manifold(NamedTuple):
+    """Where a polygon meets an edge: a reference face and up to two points, each in the frame of its own body."""
+
+    on_body: Array  # the face is the polygon's, the points are the edge's; else the other way round
+    normal: Pair
+    plane: Pair
+    points: tuple[Pair, Pair]
+    keys: Pair  # −1: no such point
+
+
+class Patch(NamedTuple):
+    """A contact as the velocity solver sees it; an absent point has no mass."""
+
+    normal: Pair
+    normal_arms: Pair
+    tangent_arms: Pair
+    normal_masses: Pair
+    tangent_masses: Pair
+    stiffness: tuple[Array, Array, Array]
+    inverse: tuple[Array, Array, Array]
+    both: Array
+
+
+class Impulses(NamedTuple):
+    """Of a contact's two points."""
+
+    normal: Pair
+    tangent: Pair
+
+
+class HingeMasses(NamedTuple):
+    """A hinge as the velocity solver sees it: inverses of its point's and of all its compliance, row by row."""
+
+    hull_arm: Pair
+    leg_arm: Pair
+    coupling: Pair
+    inverse_point: tuple[Array, Array, Array]
+    inverse_all: tuple[Array, ...]
+
+
+class Axis(NamedTuple):
+    """A direction from an edge to a polygon: against the outward normal of a face, or fixed in the world."""
+
+    on_body: Array
+    normal: Pair
+    anchor: Pair  # a corner of that face
+
+
+def edges_below(ground: tuple[Array, ...], x: Array) -> tuple[tuple[Edge, Edge], Array]:
+    """The two edges that meet at the corner nearest to x, the even one first, and whether the even one is on the right.
+
+    A body spans less than 2 m, so it reaches no other; an edge keeps its place for as long as it can be reached.
+    """
+    corner = jnp.clip(jnp.floor(x / SPACING + 0.5), 1, NUM_CORNERS - 2)
+    heights = ground[:3]
+    for i in range(2, NUM_CORNERS - 1):
+        heights = choose(corner == i, ground[i - 1 : i + 2], heights)
+    corners = tuple(((corner + i) * SPACING, height) for i, height in zip((-1, 0, 1), heights, strict=True))
+
+    def edge(start: Pair, end: Pair) -> Edge:
+        rise = end[1] - start[1]
+        length = jnp.sqrt(SPACING**2 + rise * rise)
+        return Edge(start, end, (-rise / length, SPACING / length))
+
+    left, right = edge(*corners[:2]), edge(*corners[1:])
+    even_right = corner == 2 * jnp.floor(corner / 2)
+    return (choose(even_right, right, left), choose(even_right, left, right)), even_right
+
+
+# Contacts
+
+
+def clipped(
+    points: tuple[Pair, Pair], keys: Pair, normal: Pair, offset: Array, new_key: Array
+) -> tuple[tuple[Pair, Pair], Pair, Array]:
+    """The part of a segment behind a line, and whether there is one."""
+    first, second = (dot(normal, point) - offset for point in points)
+    crossing = first * second < 0
+    share = first / jnp.where(crossing, first - second, 1.0)
+    cut = plus(points[0], times(share, minus(points[1], points[0])))
+    behind = first <= 0
+    new_points = choose(behind, points[0], points[1]), choose(crossing, cut, points[1])
+    new_keys = jnp.where(behind, keys[0], keys[1]), jnp.where(crossing, new_key, keys[1])
+    return new_points, new_keys, crossing | (behind & (second <= 0))
+
+
+def collide(shape: Shape, pose: Pose, edge: Edge) -> Manifold:
+    """The manifold of a polygon and an edge without neighbours, which collides on both sides (b2CollideEdge)."""
+    rotation = pose.rotation()
+    start, end = (turned_back(rotation, minus(point, pose.position)) for point in (edge.start, edge.end))
+    upwards = turned_back(rotation, edge.normal)
+    below = dot(upwards, start) >= 0
+    facing = choose(below, times(-1.0, upwards), upwards)
+
+    edge_separation = smallest([dot(facing, corner) for corner in shape.corners])[0] - dot(facing, start)
+    faces = tuple(zip(range(len(shape.corners)), shape.corners, shape.normals, strict=True))
+    sides = tuple(zip(faces, faces[1:] + faces[:1], strict=True))
+    overlap, (face, after) = smallest(
+        [
+            dot(normal, corner) - jnp.minimum(dot(normal, start), dot(normal, end))
+            for corner, normal in zip(shape.corners, shape.normals, strict=True)
+        ],
+        sides,
+    )
+    # Hysteresis: the edge's face unless the polygon's is clearly the one of less overlap.
+    on_body = -overlap > 0.98 * edge_separation + 0.001
+    _, (incident, beyond) = smallest([dot(facing, normal) for normal in shape.normals], sides)
+
+    # A point's key stands for its b2ContactID: a corner of the polygon 0…, a cut at an end of the edge 8… or 16…, a
+    # point on a face of the polygon 32 × face…. Box2D's own coincide where these do.
+    start_key, end_key = jnp.where(below, 8.0, 16.0), jnp.where(below, 16.0, 8.0)
+    points = choose(on_body, (start, end), (incident[1], beyond[1]))
+    keys = choose(on_body, (32.0 * face[0], 32.0 * face[0]), (incident[0] + 0.0, beyond[0] + 0.0))
+    reference = choose(on_body, (face[1], after[1]), choose(below, (start, end), (end, start)))
+    normal = choose(on_body, face[2], facing)
+    across = (normal[1], -normal[0])
+    new_key = jnp.where(on_body, 33.0 * face[0], keys[0] + start_key)
+    points, keys, first_part = clipped(points, keys, across, dot(across, reference[0]), new_key)
+    new_key = jnp.where(on_body, 32.0 * face[0] + after[0], keys[0] - 8.0 * jnp.floor(keys[0] / 8.0) + end_key)
+    across = times(-1.0, across)
+    points, keys, second_part = clipped(points, keys, across, dot(across, reference[1]), new_key)
+
+    touching = (edge_separation <= THICKNESS) & (-overlap <= THICKNESS) & first_part & second_part
+    first, second = (touching & (dot(normal, minus(point, reference[0])) <= THICKNESS) for point in points)
+    outside = tuple(plus(pose.position, turned(rotation, point)) for point in points)
+    points = choose(on_body, outside, points)
+    on_edge = choose(below, (times(-1.0, edge.normal), edge.start), (edge.normal, edge.end))
+    normal, plane = choose(on_body, (face[2], face[1]), on_edge)
+    return Manifold(
+        on_body,
+        normal,
+        plane,
+        (choose(first, points[0], points[1]), points[1]),
+        (
+            jnp.where(first, keys[0], jnp.where(second, keys[1], -1.0)),
+            jnp.where(first & second, keys[1], -1.0),
+        ),
+    )
+
+
+def meeting(manifold: Manifold, pose: Pose, point: Pair) -> tuple[Pair, Pair, Array]:
+    """In the world: the normal from the edge to the polygon, the point, and the separation there."""
+    rotation = pose.rotation()
+    normal = choose(manifold.on_body, turned(rotation, manifold.normal), manifold.normal)
+    plane = choose(manifold.on_body, plus(pose.position, turned(rotation, manifold.plane)), manifold.plane)
+    point = choose(manifold.on_body, point, plus(pose.position, turned(rotation, point)))
+    separation = dot(minus(point, plane), normal)
+    return choose(manifold.on_body, times(-1.0, normal), normal), point, separation
+
+
+def renewed(contact: Contact, manifold: Manifold, grounded: Array) -> tuple[Contact, Array]:
+    """A contact with the impulses of the points that are still there, and whether the leg counts as grounded.
+
+    That is by events, as in Gymnasium: the end of one contact clears what another one has set.
+    """
+
+    def kept(impulses: Pair) -> Pair:
+        old_first, old_second = contact.keys
+        return tuple(
+            jnp.where(key == old_first, impulses[0], jnp.where(key == old_second, impulses[1], 0.0))
+            for key in manifold.keys
+        )
+
+    before, now = contact.keys[0] >= 0, manifold.keys[0] >= 0
+    grounded = jnp.where(now & ~before, 1.0, jnp.where(before & ~now, 0.0, grounded))
+    return Contact(manifold.keys, kept(contact.normal), kept(contact.tangent)), grounded
+
+
+def patch_of(manifold: Manifold, pose: Pose) -> Patch:
+    """A leg's contact prepared for the velocity solver."""
+    spots = tuple(meeting(manifold, pose, point) for point in manifold.points)
+    normal = spots[0][0]
+    tangent = normal[1], -normal[0]
+    first, second = (key >= 0 for key in manifold.keys)
+    # On either side's face the point lies half the separation back along that face's normal.
+    arms = tuple(
+        minus(plus(point, times(jnp.where(manifold.on_body, 0.5, -0.5) * separation, normal)), pose.position)
+        for _, point, separation in spots
+    )
+    normal_arms, tangent_arms = (tuple(cross(arm, direction) for arm in arms) for direction in (normal, tangent))
+
+    def compliance(a: Array, b: Array) -> Array:
+        return 1 / LEG.mass + a * b / LEG.inertia
+
+    one, other = normal_arms
+    stiffness = compliance(one, one), compliance(one, other), compliance(other, other)
+    determinant = stiffness[0] * stiffness[2] - stiffness[1] * stiffness[1]
+    both = second & (stiffness[0] * stiffness[0] < LARGEST_CONDITION * determinant)
+    inverse_determinant = 1 / jnp.where(both, determinant, 1.0)
+    present = first, both
+    return Patch(
+        normal,
+        normal_arms,
+        tangent_arms,
+        tuple(jnp.where(here, 1 / k, 0.0) for here, k in zip(present, (stiffness[0], stiffness[2]), strict=True)),
+        tuple(jnp.where(here, 1 / compliance(arm, arm), 0.0) for here, arm in zip(present, tangent_arms, strict=True)),
+        stiffness,
+        (
+            stiffness[2] * inverse_determinant,
+            -stiffness[1] * inverse_determinant,
+            stiffness[0] * inverse_determinant,
+        ),
+        both,
+    )
+
+
+def in_solver(patch: Patch, contact: Contact) -> Impulses:
+    """The impulses of the points that the velocity solver treats."""
+    return Impulses(
+        (contact.normal[0], jnp.where(patch.both, contact.normal[1], 0.0)),
+        (contact.tangent[0], jnp.where(patch.both, contact.tangent[1], 0.0)),
+    )
+
+
+def remembered(patch: Patch, contact: Contact, impulses: Impulses) -> Contact:
+    return Contact(
+        contact.keys,
+        (impulses.normal[0], jnp.where(patch.both, impulses.normal[1], contact.normal[1])),
+        (impulses.tangent[0], jnp.where(patch.both, impulses.tangent[1], contact.tangent[1])),
+    )
+
+
+def warmed(patch: Patch, impulses: Impulses, velocity: Velocity) -> Velocity:
+    """After the impulses of the step before."""
+    (a, b), (c, d) = impulses
+    normal, tangent = patch.normal, (patch.normal[1], -patch.normal[0])
+    impulse = plus(times(a + b, normal), times(c + d, tangent))
+    return velocity.pushed(LEG, impulse, dot(patch.normal_arms, (a, b)) + dot(patch.tangent_arms, (c, d)))
+
+
+def without_approach(patch: Patch, impulses: Impulses, velocity: Velocity) -> tuple[Impulses, Velocity]:
+    """One round of a contact: friction point by point, then both normal impulses at once (b2ContactSolver)."""
+    normal, tangent = patch.normal, (patch.normal[1], -patch.normal[0])
+    along, away, spin = dot(velocity.linear, tangent), dot(velocity.linear, normal), velocity.spin
+    friction = []
+    for arm, mass, pressed, old in zip(
+        patch.tangent_arms, patch.tangent_masses, impulses.normal, impulses.tangent, strict=True
+    ):
+        limit = FRICTION * pressed
+        new = jnp.clip(old - mass * (along + spin * arm), -limit, limit)
+        along, spin = along + (new - old) / LEG.mass, spin + (new - old) * arm / LEG.inertia
+        friction.append(new)
+    rubbed = friction[0] - impulses.tangent[0] + friction[1] - impulses.tangent[1]
+
+    # A small linear complementarity problem, by cases: both points press, the first, the second, or none.
+    (one, other), (old_one, old_other) = patch.normal_arms, impulses.normal
+    k_one, k_mixed, k_other = patch.stiffness
+    left_one = away + spin * one - (k_one * old_one + k_mixed * old_other)
+    left_other = away + spin * other - (k_mixed * old_one + k_other * old_other)
+    inverse_one, inverse_mixed, inverse_other = patch.inverse
+    both = (
+        -(inverse_one * left_one + inverse_mixed * left_other),
+        -(inverse_mixed * left_one + inverse_other * left_other),
+    )
+    first, second = -patch.normal_masses[0] * left_one, -patch.normal_masses[1] * left_other
+    both_press = patch.both & (both[0] >= 0) & (both[1] >= 0)
+    first_presses = (first >= 0) & (~patch.both | (k_mixed * first + left_other >= 0))
+    second_presses = patch.both & (second >= 0) & (k_mixed * second + left_one >= 0)
+    none_press = (left_one >= 0) & (~patch.both | (left_other >= 0))
+    new_one = jnp.where(
+        both_press,
+        both[0],
+        jnp.where(first_presses, first, jnp.where(second_presses | none_press, 0.0, old_one)),
+    )
+    new_other = jnp.where(
+        both_press,
+        both[1],
+        jnp.where(first_presses, 0.0, jnp.where(second_presses, second, jnp.where(none_press, 0.0, old_other))),
+    )
+    more_one, more_other = new_one - old_one, new_other - old_other
+    spin = spin + (one * more_one + other * more_other) / LEG.inertia
+    impulse = plus(times(more_one + more_other, normal), times(rubbed, tangent))
+    linear = plus(velocity.linear, times(1 / LEG.mass, impulse))
+    return Impulses((new_one, new_other), (friction[0], friction[1])), Velocity(linear, spin)
+
+
+def pushed_apart(manifold: Manifold, pose: Pose, correction: float) -> tuple[Pose, Array]:
+    """One round of a leg's position against an edge, point by point, and the least separation found."""
+    least = jnp.zeros_like(pose.angle)
+    for key, point in zip(manifold.keys, manifold.points, strict=True):
+        normal, spot, separation = meeting(manifold, pose, point)
+        separation = jnp.where(key >= 0, separation - THICKNESS, 0.0)
+        least = jnp.minimum(least, separation)
+        arm = cross(minus(spot, pose.position), normal)
+        depth = jnp.clip(correction * (separation + SLOP), -LARGEST_CORRECTION, 0.0)
+        impulse = -depth / (1 / LEG.mass + arm * arm / LEG.inertia)
+        pose = Pose(plus(pose.position, times(impulse / LEG.mass, normal)), pose.angle + impulse * arm / LEG.inertia)
+    return pose, least
+
+
+# Hinges
+
+
+def point_compliance(hull_arm: Pair, leg_arm: Pair) -> tuple[Array, Array, Array]:
+    """How far a hinge's two points part per impulse: xx, xy, yy."""
+    masses = 1 / HULL.mass + 1 / LEG.mass
+    return (
+        masses + hull_arm[1] * hull_arm[1] / HULL.inertia + leg_arm[1] * leg_arm[1] / LEG.inertia,
+        -hull_arm[1] * hull_arm[0] / HULL.inertia - leg_arm[1] * leg_arm[0] / LEG.inertia,
+        masses + hull_arm[0] * hull_arm[0] / HULL.inertia + leg_arm[0] * leg_arm[0] / LEG.inertia,
+    )
+
+
+def hinge_arms(side: float, hull: Pose, leg: Pose) -> tuple[Pair, Pair]:
+    """From the two centres of mass to the hinge."""
+    hull_arm = turned(hull.rotation(), (-HULL.centre[0], -HULL.centre[1]))
+    return hull_arm, turned(leg.rotation(), (side * LEG_AWAY, LEG_DOWN))
+
+
+def hinge_masses(side: float, hull: Pose, leg: Pose) -> HingeMasses:
+    hull_arm, leg_arm = hinge_arms(side, hull, leg)
+    xx, xy, yy = point_compliance(hull_arm, leg_arm)
+    xz = -hull_arm[1] / HULL.inertia - leg_arm[1] / LEG.inertia
+    yz = hull_arm[0] / HULL.inertia + leg_arm[0] / LEG.inertia
+    zz = 1 / MOTOR_MASS
+    one = 1 / (xx * yy - xy * xy)
+    minors = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - yy * xz, xx * zz - xz * xz, xy * xz - xx * yz
+    every = 1 / (xx * minors[0] + xy * minors[1] + xz * minors[2])
+    return HingeMasses(
+        hull_arm,
+        leg_arm,
+        (xz, yz),
+        (yy * one, -xy * one, xx * one),
+        (*(minor * every for minor in minors), every / one),
+    )
+
+
+def hinge_side(limits: tuple[float, float], hull: Pose, leg: Pose) -> Array:
+    """At which limit a hinge is: 1 the lower, −1 the upper, 0 neither."""
+    angle = leg.angle - hull.angle
+    return jnp.where(angle <= limits[0], 1.0, jnp.where(angle >= limits[1], -1.0, 0.0))
+
+
+def pulled(
+    masses: HingeMasses, hull: Velocity, leg: Velocity, impulse: Pair, twist: Array
+) -> tuple[Velocity, Velocity]:
+    """Hull and leg after what a hinge does to both."""
+    on_hull = cross(masses.hull_arm, impulse) + twist
+    hull = hull.pushed(HULL, times(-1.0, impulse), -on_hull)
+    return hull, leg.pushed(LEG, impulse, cross(masses.leg_arm, impulse) + twist)
+
+
+def held_together(
+    side: float, masses: HingeMasses, hinge: Hinge, hull: Velocity, leg: Velocity
+) -> tuple[Hinge, Velocity, Velocity]:
+    """One round of a hinge: its motor, then the point it holds and the limit it is at (b2RevoluteJoint)."""
+    motor = hinge.motor - MOTOR_MASS * (leg.spin - hull.spin - side * MOTOR_SPEED)
+    motor = jnp.clip(motor, -LARGEST_MOTOR_IMPULSE, LARGEST_MOTOR_IMPULSE)
+    more = motor - hinge.motor
+    hull_spin, leg_spin = hull.spin - more / HULL.inertia, leg.spin + more / LEG.inertia
+
+    def at(velocity: Pair, spin: Array, arm: Pair) -> Pair:
+        return velocity[0] - spin * arm[1], velocity[1] + spin * arm[0]
+
+    x, y = minus(at(leg.linear, leg_spin, masses.leg_arm), at(hull.linear, hull_spin, masses.hull_arm))
+    z = leg_spin - hull_spin
+    xx, xy, xz, yy, yz, zz = masses.inverse_all
+    limit = -(xz * x + yz * y + zz * z)
+    holds = hinge.side * (hinge.limit + limit) > 0
+    x_free, y_free = hinge.limit * masses.coupling[0] - x, hinge.limit * masses.coupling[1] - y
+    xx_free, xy_free, yy_free = masses.inverse_point
+    impulse = (
+        jnp.where(holds, -(xx * x + xy * y + xz * z), xx_free * x_free + xy_free * y_free),
+        jnp.where(holds, -(xy * x + yy * y + yz * z), xy_free * x_free + yy_free * y_free),
+    )
+    limit = jnp.where(holds, limit, -hinge.limit)
+    hull, leg = pulled(masses, Velocity(hull.linear, hull_spin), Velocity(leg.linear, leg_spin), impulse, limit)
+    return Hinge(plus(hinge.linear, impulse), hinge.limit + limit, motor, hinge.side), hull, leg
+
+
+def put_together(
+    side: float, limits: tuple[float, float], at_limit: Array, hull: Pose, leg: Pose
+) -> tuple[Pose, Pose, Array]:
+    """One round of a hinge's position, and whether it was within the slop."""
+    angle = leg.angle - hull.angle
+    beyond = jnp.where(at_limit > 0, limits[0] - angle, jnp.where(at_limit < 0, angle - limits[1], 0.0))
+    twist = MOTOR_MASS * at_limit * jnp.clip(beyond - ANGULAR_SLOP, 0.0, LARGEST_ANGULAR_CORRECTION)
+    hull = Pose(hull.position, hull.angle - twist / HULL.inertia)
+    leg = Pose(leg.position, leg.angle + twist / LEG.inertia)
+    hull_arm, leg_arm = hinge_arms(side, hull, leg)
+    x, y = minus(plus(leg.position, leg_arm), plus(hull.position, hull_arm))
+    xx, xy, yy = point_compliance(hull_arm, leg_arm)
+    inverse = 1 / (xx * yy - xy * xy)
+    impulse = -inverse * (yy * x - xy * y), -inverse * (xx * y - xy * x)
+    hull = Pose(
+        minus(hull.position, times(1 / HULL.mass, impulse)), hull.angle - cross(hull_arm, impulse) / HULL.inertia
+    )
+    leg = Pose(plus(leg.position, times(1 / LEG.mass, impulse)), leg.angle + cross(leg_arm, impulse) / LEG.inertia)
+    return hull, leg, (x * x + y * y <= SLOP**2) & (beyond <= ANGULAR_SLOP)
+
+
+# Time of impact
+
+
+def between(start: Pose, end: Pose, share: Array) -> Pose:
+    return jax.tree.map(lambda a, b: (1 - share) * a + share * b, start, end)
+
+
+def closest(shape: Shape, pose: Pose, edge: Edge) -> tuple[Array, Axis]:
+    """The distance of a polygon and an edge, 0 if they overlap, and the axis along which it is."""
+    rotation = pose.rotation()
+    corners = tuple(minus(plus(pose.position, turned(rotation, corner)), edge.start) for corner in shape.corners)
+    along = minus(edge.end, edge.start)
+    heights = tuple(dot(corner, edge.normal) for corner in corners)
+    above = smallest(heights)[0] > 0
+    below = smallest(tuple(-height for height in heights))[0] > 0
+    apart = above | below
+    squares, axes = [], []
+    nowhere = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
+    for corner in corners:
+        share = dot(corner, along) / dot(along, along)
+        inside = (share > 0) & (share < 1)
+        gap = minus(corner, times(jnp.clip(share, 0.0, 1.0), along))
+        squares.append(dot(gap, gap))
+        upright = choose(above, edge.normal, times(-1.0, edge.normal))
+        axes.append((jnp.where(inside, 1.0, 0.0), choose(inside, upright, gap), nowhere))
+    ends = tuple(turned_back(rotation, minus(end, pose.position)) for end in (edge.start, edge.end))
+    for (corner, other), normal in zip(shape.sides, shape.normals, strict=True):
+        side = other[0] - corner[0], other[1] - corner[1]
+        distances = tuple(dot(minus(end, corner), normal) for end in ends)
+        apart = apart | ((distances[0] > 0) & (distances[1] > 0))
+        for end, distance in zip(ends, distances, strict=True):
+            share = dot(minus(end, corner), side) / (side[0] * side[0] + side[1] * side[1])
+            opposite = (share > 0) & (share < 1) & (distance > 0)
+            squares.append(jnp.where(opposite, distance * distance, jnp.inf))
+            axes.append((2.0, (-normal[0], -normal[1]), corner))
+    square, (kind, normal, anchor) = smallest(tuple(squares), tuple(axes))
+    distance = jnp.where(apart, jnp.sqrt(square), 0.0)
+    length = jnp.where((kind == 0) & apart, distance, 1.0)
+    return distance, Axis(kind == 2, (normal[0] / length, normal[1] / length), anchor)
+
+
+def separation_along(axis: Axis, pose: Pose, witness: tuple[Pair, Pair]) -> Array:
+    """How far two points, one of the edge and one of the polygon, are apart along an axis."""
+    rotation = pose.rotation()
+    normal = choose(axis.on_body, turned(rotation, axis.normal), axis.normal)
+    of_edge, of_polygon = witness
+    return dot(minus(plus(pose.position, turned(rotation, of_polygon)), of_edge), normal)
+
+
+def deepest(shape: Shape, axis: Axis, pose: Pose, edge: Edge) -> tuple[Pair, Pair]:
+    """The points of edge and polygon that are furthest into each other along an axis."""
+    rotation = pose.rotation()
+    normal = choose(axis.on_body, turned(rotation, axis.normal), axis.normal)
+    local = turned_back(rotation, normal)
+    of_edge = choose(dot(edge.end, normal) > dot(edge.start, normal), edge.end, edge.start)
+    _, corner = smallest(tuple(dot(corner, local) for corner in shape.corners), shape.corners)
+    return of_edge, choose(axis.on_body, axis.anchor, corner)
+
+
+def impact(shape: Shape, start: Pose, end: Pose, edge: Edge, wanted: Array) -> tuple[Array, Array]:
+    """Whether a polygon on its way from `start` to `end` comes to touch an edge, and after which share of the way.
+
+    Conservative advancement along separating axes (b2TimeOfImpact), with its order of bisection and secant.
+    """
+    zero, one = jnp.zeros_like(start.angle), jnp.ones_like(start.angle)
+    near, far = IMPACT_DISTANCE - IMPACT_TOLERANCE, IMPACT_DISTANCE + IMPACT_TOLERANCE
+
+    def root(
+        axis: Axis, witness: tuple[Pair, Pair], low: Array, high: Array, at_low: Array, at_high: Array, run: Array
+    ):
+        def narrow(carry):
+            count, low, high, at_low, at_high, share, run = carry
+            secant = low + (IMPACT_DISTANCE - at_low) * (high - low) / jnp.where(run, at_high - at_low, 1.0)
+            tried = jnp.where((count & 1) == 1, secant, 0.5 * (low + high))
+            found = separation_along(axis, between(start, end, tried), witness)
+            hit = run & (jnp.abs(found - IMPACT_DISTANCE) < IMPACT_TOLERANCE)
+            before = found > IMPACT_DISTANCE
+            return (
+                count + 1,
+                jnp.where(before, tried, low),
+                jnp.where(before, high, tried),
+                jnp.where(before, found, at_low),
+                jnp.where(before, at_high, found),
+                jnp.where(hit, tried, share),
+                run & ~hit,
+            )
+
+        carry = (0, low, high, at_low, at_high, high, run)
+        return lax.while_loop(lambda carry: (carry[0] < 50) & some(carry[-1]), narrow, carry)[5]
+
+    def push_back(axis: Axis, carry):
+        count, first, last, hit, run, pushed = carry
+        pose = between(start, end, last)
+        witness = deepest(shape, axis, pose, edge)
+        at_last = separation_along(axis, pose, witness)
+        at_first = separation_along(axis, between(start, end, first), witness)
+        reached = pushed & (at_last > near) & (at_last <= far)
+        ahead = pushed & (at_last <= near)
+        touching = ahead & (at_first >= near) & (at_first <= far)
+        pushing = ahead & (at_first > far)
+        found = root(axis, witness, first, last, at_first, at_last, pushing)
+        return (
+            count + 1,
+            jnp.where(reached, last, first),
+            jnp.where(pushing, found, last),
+            hit | touching,
+            jnp.where(pushed, reached | pushing, run),
+            pushing,
+        )
+
+    def advance(carry):
+        count, first, hit, run = carry
+        distance, axis = closest(shape, between(start, end, first), edge)
+        touching = run & (distance > 0) & (distance < far)
+        hit, run = hit | touching, run & (distance >= far)
+        _, first, _, hit, run, _ = lax.while_loop(
+            lambda carry: (carry[0] < 16) & some(carry[-1]), partial(push_back, axis), (0, first, one, hit, run, run)
+        )
+        return count + 1, first, hit, run
+
+    carry = (0, zero, zero > 0, wanted)
+    _, share, hit, _ = lax.while_loop(lambda carry: (carry[0] < 20) & some(carry[-1]), advance, carry)
+    return hit, share
+
+
+class Course(NamedTuple):
+    """A leg within a time step, between two impacts."""
+
+    start: Pose
+    end: Pose
+    velocity: Velocity
+    contacts: tuple[Contact, Contact]
+    grounded: Array
+    passed: Array  # share of the time step before `start`
+    counts: Pair  # of impacts, by contact
+    enabled: tuple[Array, Array]
+    run: Array
+
+
+def impacts(edges: tuple[Edge, Edge], course: Course) -> Course:
+    """Sub-steps from impact to impact of a leg that would else pass into the ground, the hinge left out (b2World)."""
+
+    def meets(course: Course, item):
+        edge, count, enabled, _ = item
+        wanted = course.run & enabled & (count <= LARGEST_SUBSTEPS)
+        hit, share = impact(LEG, course.start, course.end, edge, wanted)
+        return course, (edge, count, enabled, jnp.where(hit, share, 1.0))
+
+    def touches(pose: Pose, item):
+        edge, _ = item
+        return pose, (edge, collide(LEG, pose, edge))
+
+    def substep(course: Course) -> Course:
+        def some_run() -> Array:
+            return some(course.run)
+
+        ones = jnp.ones_like(course.passed)
+        items = zip(edges, course.counts, course.enabled, (ones, ones), strict=True)
+        _, ((*_, first_share), (*_, second_share)) = each(some_run, meets, course, items)
+        second = second_share < first_share
+        share = jnp.minimum(first_share, second_share)
+        passed = course.passed + (1 - course.passed) * share
+        run = course.run & (passed < LAST_IMPACT)
+
+        pose = between(course.start, course.end, share)
+        blank = no_manifold(course.passed)
+        _, items = each(some_run, touches, pose, zip(edges, (blank, blank), strict=True))
+        manifolds = items[0][1], items[1][1]
+        hits = run & ~second, run & second
+        solid = run & (jnp.where(second, manifolds[1].keys[0], manifolds[0].keys[0]) >= 0)
+        # What is hit is seen to first; the other contact only if that one is solid.
+        contacts, grounded = list(course.contacts), course.grounded
+        for due in (hits, (solid & hits[1], solid & hits[0])):
+            for i in (0, 1):
+                contact, flag = renewed(contacts[i], manifolds[i], grounded)
+                contacts[i], grounded = choose(due[i], contact, contacts[i]), jnp.where(due[i], flag, grounded)
+
+        start, velocity = rebound(choose(second, manifolds[::-1], manifolds), pose, course.velocity, solid)
+        end = moved(start, velocity, (1 - passed) * TIME_STEP)
+        return Course(
+            choose(solid, start, course.start),
+            choose(solid, end, course.end),
+            choose(solid, velocity, course.velocity),
+            (contacts[0], contacts[1]),
+            grounded,
+            jnp.where(solid, passed, course.passed),
+            (course.counts[0] + hits[0], course.counts[1] + hits[1]),
+            (jnp.where(run, solid | second, course.enabled[0]), jnp.where(run, solid | ~second, course.enabled[1])),
+            run,
+        )
+
+    return lax.while_loop(lambda course: some(course.run), substep, course)
+
+
+def rebound(
+    manifolds: tuple[Manifold, Manifold], pose: Pose, velocity: Velocity, wanted: Array
+) -> tuple[Pose, Velocity]:
+    """A leg at the moment of an impact: pushed out of the ground, then stopped by it."""
+
+    def push(carry):
+        count, pose, run = carry
+        pushed, first = pushed_apart(manifolds[0], pose, IMPACT_CORRECTION)
+        pushed, second = pushed_apart(manifolds[1], pushed, IMPACT_CORRECTION)
+        return count + 1, choose(run, pushed, pose), run & (jnp.minimum(first, second) < -1.5 * SLOP)
+
+    def stop(carry):
+        count, impulses, before, _ = carry
+        first, after = without_approach(patches[0], impulses[0], before)
+        second, after = without_approach(patches[1], impulses[1], after)
+        return count + 1, (first, second), after, wanted & differs(before, after)
+
+    _, pose, _ = lax.while_loop(
+        lambda carry: (carry[0] < IMPACT_POSITION_ITERATIONS) & some(carry[-1]), push, (0, pose, wanted)
+    )
+    patches = tuple(patch_of(manifold, pose) for manifold in manifolds)
+    nothing = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
+    carry = (0, (Impulses(nothing, nothing),) * 2, velocity, wanted)
+    _, _, velocity, _ = lax.while_loop(lambda carry: (carry[0] < VELOCITY_ITERATIONS) & some(carry[-1]), stop, carry)
+    return pose, velocity
+
+
+# The step
+
+
+def moved(pose: Pose, velocity: Velocity, time: Any) -> Pose:
+    return Pose(plus(pose.position, times(time, velocity.linear)), pose.angle + time * velocity.spin)
+
+
+def differs(before: Velocity, after: Velocity) -> Array:
+    """Whether a round of the velocity solver has still changed anything to speak of."""
+    (x, y), spin = jax.tree.map(lambda a, b: jnp.abs(a - b) > SETTLED, before, after)
+    return x | y | spin
+
+
+class Footing(NamedTuple):
+    """A leg and the two edges next to it; of its contacts first the one that touches, and of two the newest."""
+
+    edges: tuple[Edge, Edge]
+    manifolds: tuple[Manifold, Manifold]
+    patches: tuple[Patch, Patch]
+    contacts: tuple[Contact, Contact]
+    odd_first: Array
+    ages: Pair
+    grounded: Array
+
+
+def no_manifold(like: Array) -> Manifold:
+    zero, pair = jnp.zeros_like(like), (jnp.zeros_like(like), jnp.zeros_like(like))
+    return Manifold(zero > 0, pair, pair, (pair, pair), (zero - 1, zero - 1))
+
+
+def no_footing(grounded: Array) -> Footing:
+    """A leg far above the ground."""
+    zero, pair = jnp.zeros_like(grounded), (jnp.zeros_like(grounded), jnp.zeros_like(grounded))
+    edge, three = Edge(pair, pair, pair), (zero, zero, zero)
+    patch = Patch(pair, pair, pair, pair, pair, three, three, zero > 0)
+    contact = Contact((zero - 1, zero - 1), pair, pair)
+    manifold = no_manifold(grounded)
+    return Footing((edge, edge), (manifold, manifold), (patch, patch), (contact, contact), zero > 0, pair, grounded)
+
+
+def found(ground: tuple[Array, ...], near: Callable[[], Array], leg: Leg, blank: Footing) -> Footing:
+    """Where a leg stands (b2ContactManager::Collide)."""
+    pose = leg.body.pose
+    edges, even_right = edges_below(ground, pose.position[0])
+
+    def touch(shared, item):
+        return shared, (item[0], collide(LEG, pose, item[0]))
+
+    def prepare(shared, item):
+        return shared, (item[0], patch_of(item[0], pose))
+
+    _, items = each(near, touch, (), zip(edges, blank.manifolds, strict=True))
+    manifolds = items[0][1], items[1][1]
+
+    inside = tuple(meets_fence(leg.fence, edge) for edge in edges)
+    fresh = tuple(within & (age == 0) for within, age in zip(inside, leg.ages, strict=True))
+    later = even_right, ~even_right  # of two that come near at once, the right one
+    ages = tuple(
+        jnp.where(
+            inside[i],
+            jnp.where(
+                fresh[i], jnp.where(fresh[1 - i] & ~later[i], 2.0, 1.0), jnp.where(fresh[1 - i], 2.0, leg.ages[i])
+            ),
+            0.0,
+        )
+        for i in (0, 1)
+    )
+    odd_newer = ages[1] < ages[0]
+    contacts = tuple(renewed(leg.contacts[i], manifolds[i], leg.grounded)[0] for i in (0, 1))
+    flags = []
+    for order in ((0, 1), (1, 0)):
+        grounded = leg.grounded
+        for i in order:
+            grounded = renewed(leg.contacts[i], manifolds[i], grounded)[1]
+        flags.append(grounded)
+    even_touches, odd_touches = (manifold.keys[0] >= 0 for manifold in manifolds)
+    odd_first = odd_touches & (odd_newer | ~even_touches)
+    edges, manifolds, contacts = choose(
+        odd_first, (edges[::-1], manifolds[::-1], contacts[::-1]), (edges, manifolds, contacts)
+    )
+    _, items = each(near, prepare, (), zip(manifolds, blank.patches, strict=True))
+    return Footing(
+        edges,
+        manifolds,
+        (items[0][1], items[1][1]),
+        contacts,
+        odd_first,
+        ages,
+        jnp.where(odd_newer, flags[1], flags[0]),
+    )
+
+
+def meets_fence(fence: tuple[Pair, Pair], edge: Edge) -> Array:
+    room = THICKNESS / 2 + FENCE_ROOM
+    (left, low), (right, high) = fence
+    below, above = jnp.minimum(edge.start[1], edge.end[1]) - room, jnp.maximum(edge.start[1], edge.end[1]) + room
+    return (left <= edge.end[0] + room) & (right >= edge.start[0] - room) & (low <= above) & (high >= below)
+
+
+def fenced(fence: tuple[Pair, Pair], start: Pose, end: Pose) -> tuple[Pair, Pair]:
+    """The fence of a leg that has moved: a new one, ahead of it, if it does not keep within the old (b2DynamicTree)."""
+    lows, highs = [], []
+    for pose in (start, end):
+        sine, cosine = (jnp.abs(each) for each in pose.rotation())
+        half_width, half_height = LEG.corners[2]
+        extent = (
+            cosine * half_width + sine * half_height + THICKNESS / 2,
+            sine * half_width + cosine * half_height + THICKNESS / 2,
+        )
+        lows.append(minus(pose.position, extent))
+        highs.append(plus(pose.position, extent))
+    low, high = (tuple(map(jnp.minimum, *lows)), tuple(map(jnp.maximum, *highs)))
+    kept = (fence[0][0] <= low[0]) & (fence[0][1] <= low[1]) & (high[0] <= fence[1][0]) & (high[1] <= fence[1][1])
+    ahead = times(2.0, minus(end.position, start.position))
+    new = (
+        tuple(a - FENCE_ROOM + jnp.minimum(b, 0.0) for a, b in zip(low, ahead, strict=True)),
+        tuple(a + FENCE_ROOM + jnp.maximum(b, 0.0) for a, b in zip(high, ahead, strict=True)),
+    )
+    return choose(kept, fence, new)
+
+
+class Moving(NamedTuple):
+    """A leg as the velocity solver sees it."""
+
+    velocity: Velocity
+    hinge: Hinge
+    impulses: tuple[Impulses, Impulses]
+
+
+def settled(
+    masses: Sequence[HingeMasses],
+    patches: Sequence[tuple[Patch, Patch]],
+    depth: int,
+    hull: Velocity,
+    legs: tuple[Moving, Moving],
+    wanted: Array,
+) -> tuple[Velocity, tuple[Moving, Moving]]:
+    """All rounds of the velocity solver with the first `depth` contacts of either leg, as long as they change anything.
+
+    Box2D sees to both hinges first, then to the contacts; but a leg's contacts do not concern the other leg's hinge.
+    """
+
+    def leg_round(i: int, hull: Velocity, leg: Moving) -> tuple[Velocity, Moving]:
+        hinge, hull, velocity = held_together(LEG_SIDES[i], masses[i], leg.hinge, hull, leg.velocity)
+        impulses = list(leg.impulses)
+        for j in range(depth):
+            impulses[j], velocity = without_approach(patches[i][j], impulses[j], velocity)
+        return hull, Moving(velocity, hinge, (impulses[0], impulses[1]))
+
+    def one_round(carry):
+        count, hull, legs, _ = carry
+        new_hull, new_legs = hull, list(legs)
+        for i in (1, 0):
+            new_hull, (new_legs[i],) = each(lambda: count >= 0, partial(leg_round, i), new_hull, (legs[i],))
+        run = differs(hull, new_hull)
+        for old, new in zip(legs, new_legs, strict=True):
+            run = run | differs(old.velocity, new.velocity) | (jnp.abs(old.hinge.motor - new.hinge.motor) > SETTLED)
+        return count + 1, new_hull, (new_legs[0], new_legs[1]), wanted & run
+
+    carry = (jnp.int32(0), hull, legs, wanted)
+    return lax.while_loop(lambda carry: (carry[0] < VELOCITY_ITERATIONS) & some(carry[-1]), one_round, carry)[1:3]
+
+
+def put_right(
+    sides: Sequence[Array],
+    manifolds: Sequence[tuple[Manifold, Manifold]],
+    hull: Pose,
+    legs: Sequence[Pose],
+    touching: Array,
+    wanted: Array,
+) -> tuple[Pose, tuple[Pose, ...], Array]:
+    """All rounds of the position solver, and whether it got there."""
+
+    def push(done: Array, item):
+        pose, manifolds = item
+        for manifold in manifolds:
+            pose, least = pushed_apart(manifold, pose, CORRECTION)
+            done = done & (least >= -3 * SLOP)
+        return done, (pose, manifolds)
+
+    def join(i: int, shared, leg: Pose):
+        hull, done = shared
+        hull, leg, okay = put_together(LEG_SIDES[i], HINGE_LIMITS[i], sides[i], hull, leg)
+        return (hull, done & okay), leg
+
+    def one_round(carry):
+        count, hull, legs, run = carry
+        done, items = each(lambda: some(touching), push, run, zip(legs, manifolds, strict=True))
+        new_hull, new_legs = hull, [pose for pose, _ in items]
+        for i in (1, 0):
+            (new_hull, done), (new_legs[i],) = each(
+                lambda: count >= 0, partial(join, i), (new_hull, done), (new_legs[i],)
+            )
+        return count + 1, *choose(run, (new_hull, tuple(new_legs)), (hull, legs)), run & ~done
+
+    _, hull, legs, left = lax.while_loop(
+        lambda carry: (carry[0] < POSITION_ITERATIONS) & some(carry[-1]),
+        one_round,
+        (jnp.int32(0), hull, tuple(legs), wanted),
+    )
+    return hull, legs, ~left
+
+
+def fired(hull: Body, main: Array, side: Array, direction: Array, noise: tuple[Array, ...]) -> Velocity:
+    """The hull's velocity after the engines' impulses, which go astray a little."""
+    sine, cosine = rotation = hull.pose.rotation()
+    origin = turned(rotation, (-HULL.centre[0], -HULL.centre[1]))
+    up, across = ((2 * draw - 1) / 30 for draw in noise)
+
+    def engine(velocity: Velocity, along: Array, aside: Array, place: Pair, power: Array) -> Velocity:
+        offset = sine * along - cosine * aside, -cosine * along - sine * aside
+        impulse = times(-power, offset)
+        return velocity.pushed(HULL, impulse, cross(plus(plus(origin, offset), place), impulse))
+
+    nowhere = jnp.zeros_like(sine), jnp.zeros_like(sine)
+    velocity = engine(hull.velocity, MAIN_DEPTH + 2 * up, across, nowhere, main * MAIN_POWER)
+    # Gymnasium takes two different heights here, so that the lever depends on the hull's angle.
+    place = -sine * SIDE_HEIGHT_ACROSS, cosine * SIDE_HEIGHT
+    return engine(velocity, up, 3 * across + direction * SIDE_AWAY, place, side * SIDE_POWER)
+
+
+def falling(velocity: Velocity) -> Velocity:
+    x, y = velocity.linear
+    return Velocity((x, y + TIME_STEP * GRAVITY), velocity.spin)
+
+
+def rested(body: Body) -> Body:
+    """The body with the time for which it has been still."""
+    speed, spin = dot(body.velocity.linear, body.velocity.linear), jnp.abs(body.velocity.spin)
+    still = (speed <= STILL_SPEED**2) & (spin <= STILL_SPIN)
+    return Body(body.pose, body.velocity, jnp.where(still, body.rest + TIME_STEP, 0.0))
+
+
+def hinged(limits: tuple[float, float], hull: Pose, leg: Leg) -> Hinge:
+    """A hinge at the start of a step: at which limit it is, whose impulse counts only if it was there before."""
+    side = hinge_side(limits, hull, leg.body.pose)
+    limit = jnp.where((side == leg.hinge.side) & (side != 0), leg.hinge.limit, 0.0)
+    return Hinge(leg.hinge.linear, limit, leg.hinge.motor, side)
+
+
+def advanced(
+    hull: Body, legs: tuple[Leg, Leg], ground: tuple[Array, ...], going: Array
+) -> tuple[Body, tuple[Leg, Leg], Array, Array]:
+    """Bodies one time step on (b2World::Step), whether the hull met the ground, and whether all fell asleep."""
+    low = going & (hull.pose.position[1] < NEAR_GROUND - smallest(tuple(-height for height in ground))[0])
+
+    def near() -> Array:
+        return some(low)
+
+    def stand(shared, item):
+        leg, blank = item
+        return shared, (leg, found(ground, near, leg, blank))
+
+    def crash(shared, edge: Edge):
+        start, end, wanted, crashed = shared
+        hit, share = impact(HULL, start, end, edge, wanted)
+        share = jnp.where(hit & (share < LAST_IMPACT), share, 0.0)
+        crashed = crashed | (wanted & (collide(HULL, between(start, end, share), edge).keys[0] >= 0))
+        return (start, end, wanted, crashed), edge
+
+    def land(shared, item):
+        leg, start, footing = item
+        zero = jnp.zeros_like(leg.grounded)
+        course = Course(
+            start,
+            leg.body.pose,
+            leg.body.velocity,
+            footing.contacts,
+            leg.grounded,
+            zero,
+            (zero, zero),
+            (going, going),
+            shared,
+        )
+        course = impacts(footing.edges, course)
+        contacts = choose(footing.odd_first, course.contacts[::-1], course.contacts)
+        body = Body(course.end, course.velocity, leg.body.rest)
+        fence = fenced(leg.fence, start, leg.body.pose)
+        return shared, (Leg(body, leg.hinge, contacts, footing.ages, fence, course.grounded), start, footing)
+
+    _, items = each(near, stand, (), ((leg, no_footing(leg.grounded)) for leg in legs))
+    footings = tuple(footing for _, footing in items)
+
+    hull_velocity = falling(hull.velocity)
+    masses, moving = [], []
+    for i, (leg, footing) in enumerate(zip(legs, footings, strict=True)):
+        velocity = falling(leg.body.velocity)
+        impulses = (
+            in_solver(footing.patches[0], footing.contacts[0]),
+            in_solver(footing.patches[1], footing.contacts[1]),
+        )
+        for patch, kept in zip(footing.patches, impulses, strict=True):
+            velocity = warmed(patch, kept, velocity)
+        masses.append(hinge_masses(LEG_SIDES[i], hull.pose, leg.body.pose))
+        moving.append(Moving(velocity, hinged(HINGE_LIMITS[i], hull.pose, leg), impulses))
+    for i in (1, 0):
+        hinge = moving[i].hinge
+        hull_velocity, velocity = pulled(
+            masses[i], hull_velocity, moving[i].velocity, hinge.linear, hinge.motor + hinge.limit
+        )
+        moving[i] = moving[i]._replace(velocity=velocity)
+    touching = tuple(
+        going & ((footings[0].contacts[j].keys[0] >= 0) | (footings[1].contacts[j].keys[0] >= 0)) for j in (0, 1)
+    )
+    # One of three ways, by what the batch needs.
+    ways = (
+        lambda: some(going) & ~some(touching[0]),
+        lambda: some(touching[0]) & ~some(touching[1]),
+        lambda: some(touching[1]),
+    )
+    patches = tuple(footing.patches for footing in footings)
+    moving = moving[0], moving[1]
+    for depth, way in enumerate(ways):
+
+        def settle(shared, item, depth: int = depth):
+            # From the item alone: work that no turn changes, XLA would take out of the loop and do in any case.
+            velocity, legs_now = item
+            return shared, settled(masses, patches, depth, velocity, legs_now, going)
+
+        _, ((hull_velocity, moving),) = each(way, settle, (), ((hull_velocity, moving),))
+
+    hull_pose, leg_poses, solved = put_right(
+        tuple(leg.hinge.side for leg in moving),
+        tuple(footing.manifolds for footing in footings),
+        moved(hull.pose, hull_velocity, TIME_STEP),
+        tuple(moved(leg.body.pose, move.velocity, TIME_STEP) for leg, move in zip(legs, moving, strict=True)),
+        touching[0],
+        going,
+    )
+    new_hull = rested(Body(hull_pose, hull_velocity, hull.rest))
+    bodies = tuple(
+        rested(Body(pose, move.velocity, leg.body.rest))
+        for pose, move, leg in zip(leg_poses, moving, legs, strict=True)
+    )
+    least = jnp.minimum(new_hull.rest, jnp.minimum(bodies[0].rest, bodies[1].rest))
+    asleep = (least >= TIME_TO_SLEEP) & solved
+
+    awake = low & ~asleep
+    hull_edges, _ = edges_below(ground, hull.pose.position[0])
+    shared = hull.pose, new_hull.pose, awake, jnp.zeros_like(going)
+    (*_, crashed), _ = each(near, crash, shared, hull_edges)
+    items = []
+    for leg, body, move, footing in zip(legs, bodies, moving, footings, strict=True):
+        contacts = tuple(map(remembered, footing.patches, footing.contacts, move.impulses))
+        new = Leg(body, move.hinge, leg.contacts, leg.ages, leg.fence, footing.grounded)
+        items.append((new, leg.body.pose, footing._replace(contacts=contacts)))
+    _, items = each(near, land, awake, items)
+    new_legs = items[0][0], items[1][0]
+    stopped = choose(asleep, jax.tree.map(jnp.zeros_like, hull_velocity), hull_velocity)
+    return Body(new_hull.pose, stopped, new_hull.rest), new_legs, crashed, asleep
+
+
+def seen(hull: Body, legs: tuple[Leg, Leg]) -> tuple[Array, ...]:
+    """The observation: position and velocity relative to the pad, angle, spin, and which legs are grounded."""
+    x, y = hull.pose.point((-HULL.centre[0], -HULL.centre[1]))
+    velocity = hull.velocity.linear
+    return (
+        (x - WIDTH / 2) / (WIDTH / 2),
+        (y - PAD_HEIGHT - LEG_DOWN) / (HEIGHT / 2),
+        velocity[0] * (WIDTH / 2 * TIME_STEP),
+        velocity[1] * (HEIGHT / 2 * TIME_STEP),
+        hull.pose.angle,
+        hull.velocity.spin * (20 * TIME_STEP),
+        legs[0].grounded,
+        legs[1].grounded,
+    )
+
+
+def potential(observation: tuple[Array, ...]) -> Array:
+    """What the reward of a step is the gain of."""
+    x, y, x_speed, y_speed, angle, _, left, right = observation
+    distance, speed = jnp.sqrt(x * x + y * y), jnp.sqrt(x_speed * x_speed + y_speed * y_speed)
+    return -100 * distance - 100 * speed - 100 * jnp.abs(angle) + 10 * left + 10 * right
+
+
+@dataclass(frozen=True)
+class LunarLander(Component):
+    """Come down softly between the flags: some 120 for the way, 100 more for rest, −100 for a crash, less fuel."""
+
+    # Without annotations these are not fields; as ClassVars they would not match the properties of `Environment`.
+    name = "LunarLander-v3"
+    observation_size = 8
+    action_space = Discrete(4)
+    horizon = 1000
+    reward_threshold = 200.0
+    noise_size = 2
+    has_loops = True
+
+    def reset(self, key: Array) -> State:
+        """A first state over new ground, pushed at random; for a batch, vmap over keys."""
+        draws = tuple(jax.random.uniform(key, (NUM_CORNERS + 5,), jnp.float32))
+        heights, push, noise = draws[: NUM_CORNERS + 1], draws[NUM_CORNERS + 1 : NUM_CORNERS + 3], draws[-2:]
+        return self.first(
+            tuple(height * HEIGHT / 2 for height in heights),
+            tuple((2 * draw - 1) * LARGEST_FORCE for draw in push),
+            noise,
+        )
+
+    def first(self, heights: tuple[Array, ...], force: tuple[Array, ...], noise: tuple[Array, ...]) -> State:
+        """The first state over ground of these heights (12: Gymnasium smooths them round), pushed by a force."""
+        zero = jnp.zeros_like(force[0])
+        heights = tuple(
+            zero + PAD_HEIGHT if abs(i - NUM_CORNERS // 2) <= 2 else height for i, height in enumerate(heights)
+        )
+        ground = tuple(0.33 * (heights[i - 1] + heights[i] + heights[i + 1]) for i in range(NUM_CORNERS))
+
+        def body(x: float, y: float, angle: float, velocity: Pair) -> Body:
+            return Body(Pose((zero + x, zero + y), zero + angle), Velocity(velocity, zero), zero)
+
+        still = zero, zero
+        contact = Contact((zero - 1, zero - 1), still, still)
+        legs = tuple(
+            Leg(
+                body(WIDTH / 2 - side * LEG_AWAY, HEIGHT, side * LEG_TILT, still),
+                Hinge(still, zero, zero, zero),
+                (contact, contact),
+                still,
+                (still, still),
+                zero,
+            )
+            for side in LEG_SIDES
+        )
+        pushed = force[0] * (TIME_STEP / HULL.mass), force[1] * (TIME_STEP / HULL.mass)
+        hull = body(WIDTH / 2 + HULL.centre[0], HEIGHT + HULL.centre[1], 0.0, pushed)
+        state = State(hull, (legs[0], legs[1]), ground, zero, zero)
+        action = (zero,) * (2 if isinstance(self.action_space, Box) else 1)
+        return self.step(state, action, noise)[0]
+
+    def engines(self, action: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        """Power of the main engine, power of the side engines, and which of these: −1 left, 1 right."""
+        (chosen,) = action
+        return (
+            jnp.where(chosen == 2, 1.0, 0.0),
+            jnp.where((chosen == 1) | (chosen == 3), 1.0, 0.0),
+            jnp.where(chosen == 3, 1.0, -1.0),
+        )
+
+    def observe(self, state: State) -> tuple[Array, ...]:
+        """What the agent sees: eight arrays."""
+        return seen(state.hull, state.legs)
+
+    def step(self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]) -> tuple[State, Array, Array]:
+        """The next state, the reward and whether the episode ended there; two draws of `noise` sway the engines."""
+        going = state.ended == 0
+        main, side, direction = self.engines(action)
+        hull = Body(state.hull.pose, fired(state.hull, main, side, direction, noise), state.hull.rest)
+        hull, legs, crashed, asleep = advanced(hull, state.legs, state.ground, going)
+        observation = seen(hull, legs)
+        shaping = potential(observation)
+        reward = shaping - state.shaping - 0.3 * main - 0.03 * side
+        lost = crashed | (jnp.abs(observation[0]) >= 1)
+        reward = jnp.where(asleep, 100.0, jnp.where(lost, -100.0, reward))
+        ended = lost | asleep
+        following = State(hull, legs, state.ground, shaping, jnp.where(ended, 1.0, 0.0))
+        return (
+            choose(going, following, state),
+            jnp.where(going, reward, 0.0),
+            ended | ~going,
+        )
+
+
+class LunarLanderContinuous(LunarLander):
+    """The same with two throttles: the main engine fires above 0, from half its power up; the side ones beyond ±0.5."""
+
+    name = "LunarLanderContinuous-v3"
+    action_space = Box(2, (-1.0, -1.0), (1.0, 1.0))
+
+    def engines(self, action: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        main, side = (jnp.clip(each, -1.0, 1.0) for each in action)
+        return (
+            jnp.where(main > 0, 0.5 + 0.5 * main, 0.0),
+            jnp.where(jnp.abs(side) > 0.5, jnp.abs(side), 0.0),
+            jnp.where(side > 0, 1.0, -1.0),
+        )

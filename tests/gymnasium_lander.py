@@ -1,0 +1,156 @@
+"""Gymnasium's LunarLander beside ours: its first states copied, its chance handed over, its episodes replayed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium.envs.box2d import lunar_lander as reference
+from gymnasium.utils.seeding import np_random
+
+from byzpg.envs.lunar_lander import Body, Contact, Hinge, Leg, LunarLander, Pose, State, Velocity
+
+HORIZON = LunarLander.horizon
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One episode of Gymnasium, with the draws that its steps made and would have made."""
+
+    first: State
+    observations: np.ndarray
+    rewards: np.ndarray
+    actions: np.ndarray
+    noise: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return len(self.rewards)
+
+
+def copied(inner: Any) -> State:
+    """Gymnasium's state after `reset`, where nothing touches the ground, as ours."""
+
+    def scalar(value: float) -> Any:
+        return np.float32(value)
+
+    def body(body: Any) -> Body:
+        centre, speed = body.worldCenter, body.linearVelocity
+        pose = Pose((scalar(centre[0]), scalar(centre[1])), scalar(body.angle))
+        velocity = Velocity((scalar(speed[0]), scalar(speed[1])), scalar(body.angularVelocity))
+        return Body(pose, velocity, scalar(0))
+
+    def leg(leg: Any) -> Leg:
+        joint = leg.joint
+        force, limit = joint.GetReactionForce(1.0), joint.GetReactionTorque(1.0)
+        hinge = Hinge(
+            (scalar(force[0]), scalar(force[1])),
+            scalar(limit),
+            scalar(joint.GetMotorTorque(1.0)),
+            scalar(np.sign(limit)),
+        )
+        none = scalar(0), scalar(0)
+        contact = Contact((scalar(-1), scalar(-1)), none, none)
+        return Leg(body(leg), hinge, (contact, contact), none, (none, none), scalar(leg.ground_contact))
+
+    corners = [fixture.shape.vertices for fixture in inner.moon.fixtures[1:]]
+    assert len(corners) == 10
+    heights = [corners[0][0][1], *(end[1] for _, end in corners)]
+    left, right = (leg(each) for each in inner.legs)
+    return State(body(inner.lander), (left, right), tuple(map(scalar, heights)), scalar(inner.prev_shaping), scalar(0))
+
+
+def draws(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What `reset` draws, heights and force, then the pairs of draws in [0, 1) of all steps, its own first."""
+    generator, _ = np_random(seed)
+    heights = generator.uniform(0, 400 / 30 / 2, size=12)
+    force = generator.uniform(-1000, 1000, size=2)
+    return heights, force, (generator.uniform(-1, 1, size=(HORIZON + 1, 2)) + 1) / 2
+
+
+def episode(seed: int, policy: str, *, continuous: bool = False) -> Episode:
+    env = gymnasium.make("LunarLander-v3", continuous=continuous)
+    observation, _ = env.reset(seed=seed)
+    first = copied(env.unwrapped)
+    *_, noise = draws(seed)
+    rng = np.random.default_rng([seed, 1])
+    observations, rewards, actions, ended = [observation], [], [], False
+    while not ended:
+        if policy == "heuristic":
+            action = reference.heuristic(env, observation)
+        else:
+            action = rng.uniform(-1, 1, 2).astype(np.float32) if continuous else int(rng.integers(4))
+        observation, reward, terminated, truncated, _ = env.step(action)
+        observations.append(observation)
+        rewards.append(reward)
+        actions.append(action)
+        ended = terminated or truncated
+    return Episode(first, np.array(observations), np.array(rewards), np.array(actions), noise[1:].astype(np.float32))
+
+
+def heuristic(observation: np.ndarray) -> np.ndarray:
+    """Gymnasium's own controller for a batch [n, 8]."""
+    x, y, x_speed, y_speed, angle, spin, left, right = observation.T
+    turn = (np.clip(0.5 * x + x_speed, -0.4, 0.4) - angle) * 0.5 - spin
+    lift = (0.55 * np.abs(x) - y) * 0.5 - y_speed * 0.5
+    grounded = (left > 0) | (right > 0)
+    turn, lift = np.where(grounded, 0, turn), np.where(grounded, -y_speed * 0.5, lift)
+    main = (lift > np.abs(turn)) & (lift > 0.05)
+    return np.select([main, turn < -0.05, turn > 0.05], [2, 3, 1], 0)
+
+
+def replay(
+    step: Callable[..., Any], environment: LunarLander, episodes: list[Episode], policy: str, batch: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Observations and rewards of our episodes, from the same first states and with the same chance.
+
+    Random actions are those Gymnasium's episode took; the heuristic looks at our own observation.
+    """
+    observe = jax.jit(environment.observe)
+    results = []
+    for start in range(0, len(episodes), batch):
+        chosen = episodes[start : start + batch]
+        # One size for all batches, so one compilation.
+        chosen = chosen + chosen[:1] * (batch - len(chosen))
+        state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each.first for each in chosen))
+        noise = np.stack([each.noise for each in chosen])
+        observation = np.stack(observe(state), axis=-1)
+        observations, rewards, ends, over = [observation], [], [], np.zeros(batch, bool)
+        for i in range(HORIZON):
+            if policy == "heuristic":
+                actions = heuristic(observation)
+            else:
+                actions = np.stack([each.actions[min(i, each.length - 1)] for each in chosen])
+            columns = (actions.astype(np.int32),) if actions.ndim == 1 else actions.T
+            state, reward, ended = step(
+                state, tuple(map(jnp.asarray, columns)), (jnp.asarray(noise[:, i, 0]), jnp.asarray(noise[:, i, 1]))
+            )
+            observation = np.stack(observe(state), axis=-1)
+            observations.append(observation)
+            rewards.append(np.asarray(reward))
+            ends.append(np.asarray(ended))
+            over = over | ends[-1]
+            if over.all():
+                break
+        for j in range(min(batch, len(episodes) - start)):
+            length = int(np.argmax([end[j] for end in ends]) + 1) if over[j] else HORIZON
+            results.append(
+                (
+                    np.array([each[j] for each in observations[: length + 1]]),
+                    np.array([each[j] for each in rewards[:length]]),
+                )
+            )
+    return results
+
+
+def outcome(rewards: np.ndarray) -> str:
+    return {100.0: "landed", -100.0: "lost"}.get(float(rewards[-1]), "time is up")
+
+
+def first_touch(observations: np.ndarray) -> int:
+    """The first step at which a leg touches the ground, else the number of steps."""
+    touching = observations[:, 6:].any(axis=1)
+    return int(np.argmax(touching)) if touching.any() else len(observations) - 1

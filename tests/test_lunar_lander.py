@@ -1,0 +1,207 @@
+"""LunarLander against Gymnasium, step for step from its own first states, and what its step promises to be."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("Box2D")
+
+import gymnasium
+from gymnasium_lander import Episode, copied, draws, episode, first_touch, outcome, replay
+
+from byzpg import envs
+from byzpg.envs.lunar_lander import LunarLander, LunarLanderContinuous, State
+from byzpg.spaces import Box, Discrete
+
+BATCH = 75
+LANDER = LunarLander()
+STEP = jax.jit(LANDER.step)
+# One size for all, since compiling takes longer than playing.
+RESET = jax.jit(jax.vmap(LANDER.reset))
+
+
+@cache
+def played(policy: str, number: int) -> tuple[list[Episode], list[tuple[np.ndarray, np.ndarray]]]:
+    episodes = [episode(seed, policy) for seed in range(number)]
+    return episodes, replay(STEP, LANDER, episodes, policy, BATCH)
+
+
+def agreement(policy: str, number: int) -> tuple[float, float]:
+    """The shares of episodes with the same outcome and with the same length."""
+    pairs = list(zip(*played(policy, number), strict=True))
+    same_outcome = [outcome(theirs.rewards) == outcome(rewards) for theirs, (_, rewards) in pairs]
+    same_length = [theirs.length == len(rewards) for theirs, (_, rewards) in pairs]
+    return float(np.mean(same_outcome)), float(np.mean(same_length))
+
+
+def test_flight_until_the_first_touch_is_gymnasiums() -> None:
+    worst = []
+    for theirs, (observations, rewards) in zip(*played("random", 150), strict=True):
+        steps = min(first_touch(theirs.observations), theirs.length - 1, len(rewards) - 1)
+        worst.append(np.abs(observations[: steps + 1, :6] - theirs.observations[: steps + 1, :6])[:-1].max())
+        np.testing.assert_allclose(observations[0], theirs.observations[0], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(rewards[: steps - 1], theirs.rewards[: steps - 1], rtol=0, atol=0.02)
+    assert max(worst) <= 1e-4
+    assert np.median(worst) <= 2e-5
+
+
+def test_whole_episodes_at_random_are_gymnasiums() -> None:
+    same_outcome, same_length = agreement("random", 150)
+    assert same_outcome >= 0.99
+    assert same_length >= 0.97
+    episodes, ours = played("random", 150)
+    returns = [theirs.rewards.sum() - rewards.sum() for theirs, (_, rewards) in zip(episodes, ours, strict=True)]
+    assert np.median(np.abs(returns)) <= 0.01
+
+
+def test_landings_are_gymnasiums() -> None:
+    """With the built-in controller, closed loop: landing magnifies rounding, so not all episodes agree."""
+    same_outcome, same_length = agreement("heuristic", 75)
+    assert same_outcome >= 0.93
+    assert same_length >= 0.75
+    episodes, ours = played("heuristic", 75)
+    assert np.mean([outcome(rewards) == "landed" for _, rewards in ours]) >= 0.7
+    means = [np.mean([theirs.rewards.sum() for theirs in episodes]), np.mean([rewards.sum() for _, rewards in ours])]
+    assert abs(means[0] - means[1]) <= 3 * 100 / np.sqrt(75)
+
+
+def test_first_states_are_gymnasiums() -> None:
+    inner: Any = gymnasium.make("LunarLander-v3").unwrapped
+    expected, observed = [], []
+    for seed in range(BATCH):
+        observed.append(inner.reset(seed=seed)[0])
+        expected.append(copied(inner))
+    drawn = [draws(seed) for seed in range(BATCH)]
+    heights, force = (np.stack([each[i] for each in drawn], axis=1).astype(np.float32) for i in (0, 1))
+    noise = np.stack([each[2][0] for each in drawn], axis=1).astype(np.float32)
+    ours = jax.jit(LANDER.first)(tuple(heights), tuple(force), tuple(noise))
+    np.testing.assert_allclose(np.stack(LANDER.observe(ours), axis=-1), observed, rtol=0, atol=2e-6)
+    theirs: State = jax.tree.map(lambda *leaves: np.stack(leaves), *expected)
+    np.testing.assert_allclose(ours.ground, theirs.ground, rtol=1e-6)
+    for leg, other in zip(ours.legs, theirs.legs, strict=True):
+        np.testing.assert_allclose(jax.tree.leaves(leg.body), jax.tree.leaves(other.body), rtol=1e-5, atol=3e-5)
+        np.testing.assert_allclose(jax.tree.leaves(leg.hinge), jax.tree.leaves(other.hinge), rtol=1e-4, atol=1e-4)
+
+
+def test_reset_is_gymnasiums_distribution() -> None:
+    states = [RESET(jax.random.split(jax.random.key(i), BATCH)) for i in range(30)]
+    assert all(leaf.dtype == jnp.float32 and leaf.shape == (BATCH,) for leaf in jax.tree.leaves(states[0]))
+    seen = np.concatenate([np.stack(LANDER.observe(state), axis=-1) for state in states])
+    assert seen.shape == (30 * BATCH, LANDER.observation_size)
+    # A push of ±1000 N for 1/50 s, shared out over hull and legs, in units of the observation.
+    theirs = np.array([episode_start(seed) for seed in range(1000)])
+    for column in (2, 3):
+        levels = [0.05, 0.25, 0.5, 0.75, 0.95]
+        np.testing.assert_allclose(
+            np.quantile(seen[:, column], levels), np.quantile(theirs[:, column], levels), atol=0.09
+        )
+    np.testing.assert_array_equal(seen[:, 6:], 0)
+    ground = np.concatenate([np.asarray(state.ground) for state in states], axis=1)
+    np.testing.assert_allclose(ground[4:7], 0.99 * 400 / 30 / 4, rtol=1e-6)
+    np.testing.assert_allclose(ground[[0, 1, 2, 8, 9, 10]].mean(axis=1), 0.99 * 400 / 30 / 4, rtol=0.05)
+
+
+@cache
+def reference() -> Any:
+    return gymnasium.make("LunarLander-v3").unwrapped
+
+
+def episode_start(seed: int) -> np.ndarray:
+    return reference().reset(seed=seed)[0]
+
+
+def some_states() -> tuple[State, np.ndarray]:
+    """States in flight and just before the ground, and random actions."""
+    state = RESET(jax.random.split(jax.random.key(1), BATCH))
+    rng = np.random.default_rng(0)
+    for _ in range(70):
+        state, _, _ = STEP(state, (jnp.asarray(rng.integers(4, size=BATCH), jnp.int32),), halves((BATCH,)))
+    return state, rng.integers(4, size=BATCH).astype(np.int32)
+
+
+def halves(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    return jnp.full(shape, 0.5), jnp.full(shape, 0.5)
+
+
+def test_an_episode_does_not_depend_on_its_batch() -> None:
+    state, action = some_states()
+    flat, reward, ended = STEP(state, (jnp.asarray(action),), halves((BATCH,)))
+    shaped_state = jax.tree.map(lambda leaf: leaf.reshape(3, -1), state)
+    shaped, shaped_reward, shaped_end = STEP(
+        shaped_state, (jnp.asarray(action).reshape(3, -1),), halves((3, BATCH // 3))
+    )
+    assert reward.shape == ended.shape == (BATCH,)
+    assert shaped_reward.shape == shaped_end.shape == (3, BATCH // 3)
+    assert shaped_end.dtype == bool
+    np.testing.assert_array_equal(shaped_end.ravel(), ended)
+    np.testing.assert_allclose(shaped_reward.ravel(), reward, atol=1e-2)
+    for one, other in zip(LANDER.observe(shaped), LANDER.observe(flat), strict=True):
+        np.testing.assert_allclose(one.ravel(), other, atol=1e-4)
+
+
+def test_an_ended_episode_stays_as_it_is() -> None:
+    state, action = some_states()
+    state = state._replace(ended=jnp.ones(BATCH))
+    following, reward, ended = STEP(state, (jnp.asarray(action),), halves((BATCH,)))
+    np.testing.assert_array_equal(reward, 0)
+    assert np.all(ended)
+    for leaf, before in zip(jax.tree.leaves(following), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(leaf, before)
+
+
+ACROSS = ("concatenate", "gather", "scatter", "dot_general", "dynamic", "sort", "cumsum", "transpose", "iota", "slice")
+
+
+def operations(jaxpr: Any, in_condition: bool = False) -> list[tuple[str, bool]]:
+    """Names of all operations, also within loops, and whether each is part of a loop's condition."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append((equation.primitive.name, in_condition))
+        for name, value in equation.params.items():
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(each, "jaxpr", each)
+                if hasattr(inner, "eqns"):
+                    found += operations(inner, in_condition or name == "cond_jaxpr")
+    return found
+
+
+def test_the_step_is_elementwise_but_for_the_conditions_of_loops() -> None:
+    state = jax.eval_shape(jax.vmap(LANDER.reset), jax.random.split(jax.random.key(0), 5))
+    action = jax.ShapeDtypeStruct((5,), jnp.int32)
+    draw = jax.ShapeDtypeStruct((5,), jnp.float32)
+    found = operations(jax.make_jaxpr(LANDER.step)(state, (action,), (draw, draw)).jaxpr)
+    names = {name for name, _ in found}
+    assert "while" in names
+    assert "sin" in names
+    assert not [name for name in names if any(part in name for part in ACROSS)]
+    assert {in_condition for name, in_condition in found if "reduce" in name} == {True}
+
+
+def test_continuous_actions_are_gymnasiums() -> None:
+    environment = LunarLanderContinuous()
+    episodes = [episode(seed, "random", continuous=True) for seed in range(8)]
+    for theirs, (observations, rewards) in zip(
+        episodes, replay(jax.jit(environment.step), environment, episodes, "random", 8), strict=True
+    ):
+        steps = min(first_touch(theirs.observations), len(rewards)) - 1
+        np.testing.assert_allclose(observations[:steps, :6], theirs.observations[:steps, :6], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(rewards[: steps - 1], theirs.rewards[: steps - 1], rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "space"),
+    [("LunarLander-v3", Discrete(4)), ("LunarLanderContinuous-v3", Box(2, (-1.0, -1.0), (1.0, 1.0)))],
+)
+def test_sizes_are_gymnasiums(name: str, space: Discrete | Box) -> None:
+    environment, theirs = envs.make(name), gymnasium.make(name)
+    assert environment.name == name
+    assert environment.action_space == space
+    assert (environment.observation_size,) == theirs.observation_space.shape
+    assert theirs.spec is not None
+    assert environment.horizon == theirs.spec.max_episode_steps
+    assert environment.reward_threshold == theirs.spec.reward_threshold
+    assert environment.noise_size == 2
