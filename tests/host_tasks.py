@@ -131,3 +131,18 @@ ONE = Corridor()
 
 def the_same() -> gymnasium.Env:
     return ONE
+
+
+def the_same_wrapped() -> gymnasium.Env:
+    return gymnasium.wrappers.TimeLimit(the_same(), 20)
+
+
+class Old(Corridor):
+    """As Gym was before 0.26: `step` returns four values."""
+
+    def step(self, action: Any) -> Any:
+        return super().step(action)[:4]
+
+
+def old() -> gymnasium.Env:
+    return Old()

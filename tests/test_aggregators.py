@@ -200,7 +200,7 @@ def chosen_by_krum(rows: np.ndarray, f: int, count: int) -> np.ndarray:
         (MDA(), 3, lambda rows: twins.mda_subset(rows, 3)),
         (GDA(), 2, lambda rows: twins.nearest(rows, OWN, 11)),
     ],
-    ids=str,
+    ids=["Krum", "MultiKrum", "MDA", "GDA"],
 )
 def test_parameters_of_norm_10_that_differ_by_1e_5(rule: Any, f: int, chosen: Callable):
     """The differences are the last few bits of float32: without centring, distances would be rounding errors."""

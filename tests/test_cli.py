@@ -356,7 +356,7 @@ BAD: dict[str, list[str]] = {
     "play nowhere": ["nowhere holds no run"],
     "play started --output film.avi": ["--output must end in .gif, got film.avi."],
     "play started --episodes 0": ["--episodes must be at least 1, got 0."],
-    "play started --seed -1": ["--seed must not be negative, got -1."],
+    "play started --seed -1": ["--seed must not be negative", "got -1."],
 }
 # Each line in a process of its own, but Python and its modules are loaded once.
 RUNNER = """

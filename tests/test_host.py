@@ -97,7 +97,7 @@ BAD = {
     "gymnasium:no task": ["gymnasium:no task cannot be made (Error: Malformed environment ID"],
     "gymnasium:Cartpool-v1": ["Gymnasium has no task 'Cartpool-v1'", "Did you mean 'CartPole-v1'?"],
     "envpool:LunaLander-v3": ["EnvPool has no task 'LunaLander-v3'", "Did you mean 'LunarLander-v3'?"],
-    "Acrobot-v1": ["no environment 'Acrobot-v1'", "Did you mean 'gymnasium:Acrobot-v1'?"],
+    "Acrobot-v1": ["Acrobot-v1 is a task of Gymnasium: write gymnasium:Acrobot-v1."],
     "gymnasium:Blackjack-v1": ["observations Tuple(Discrete(32)", "vectors, Box of shape (n,)", "FlattenObservation"],
     "envpool:Pong-v5": ["observations Box(0, 255, (4, 84, 84), uint8)", "vectors"],
     "host_tasks:dictionary": ["observations Dict('place': Discrete(2))", "vectors"],
@@ -129,12 +129,20 @@ def test_bad_names_and_tasks_are_one_clear_error(name: str) -> None:
         ("growing", r"is not one task: its first environment had 2 observations and actions Discrete\("),
         ("longer", r"gave an observation of shape \(3,\), where its space says \(2,\)"),
         ("the_same", "must make a new environment each time"),
+        ("the_same_wrapped", "must make a new environment each time"),
     ],
 )
 def test_environments_that_are_not_what_they_said(name: str, message: str) -> None:
     task = host_task(f"host_tasks:{name}")
     with pytest.raises(ValueError, match=f"host_tasks:{name} {message}"):
         played(task, CategoricalMLP(2, (), num_actions=3))
+
+
+def test_what_fails_inside_a_task_is_laid_at_its_door() -> None:
+    with host_task("host_tasks:old").stage(2) as stage:
+        stage.reset(np.arange(2))
+        with pytest.raises(ValueError, match=r"host_tasks:old: step failed \(ValueError: not enough values to unpack"):
+            stage.step(np.arange(2), np.zeros(2, np.int32))
 
 
 @pytest.mark.parametrize("extra", ["gymnasium", "envpool"])
@@ -153,6 +161,14 @@ def test_actions_without_bounds_cannot_be_uniform() -> None:
         replace(slider, attack=RandomAction())
     bounded = Config(env="gymnasium:Pendulum-v1", attack="RandomAction").resolved()
     assert bounded.attack == RandomAction()
+
+
+def test_the_same_task_has_the_same_presets_wherever_it_is_played() -> None:
+    for preset in ("tuned", "paper", "theory", "script"):
+        ours, theirs = (Config(env=env, preset=preset).resolved() for env in ("CartPole-v1", "gymnasium:CartPole-v1"))
+        assert replace(theirs, env=ours.env) == ours
+    lander = Config(env="envpool:LunarLander-v3", preset="paper").resolved()
+    assert (lander.hidden, lander.activation, lander.step_size) == ((64, 64), "tanh", 1e-3)  # the paper's table
 
 
 def test_defaults_of_a_task_without_a_table() -> None:

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
+from byzpg.attacks import Attack, RandomAction, RewardFlip
 from byzpg.components import Component
 from byzpg.envs import ENVIRONMENTS, Environment
 from byzpg.kernels import Played, Playing, play_in_kernel
 from byzpg.policies import CategoricalMLP, GaussianMLP, Numbers, Policy, policy_for
+from byzpg.rollouts import Episodes, rollout
 from byzpg.spaces import Box
 
 NUM_AGENTS, NUM_STEPS, FIRST, HORIZON = 2, 12, 30, 38
@@ -104,3 +106,22 @@ def test_gpus_could_compile_it(name: str) -> None:
     given = example(env, policy, 30)
     program = jax.jit(partial(play_in_kernel, env, policy, horizon=HORIZON))
     assert "triton" in program.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("attack", "hidden", "in_a_kernel"),
+    [(None, (16,), True), (RewardFlip(), (16,), True), (RandomAction(), (16,), False), (None, (200,), False)],
+)
+def test_rollouts_on_gpus_use_it_where_it_fits(
+    attack: Attack | None, hidden: tuple[int, ...], in_a_kernel: bool
+) -> None:
+    """It has no place for changed actions, nor for wide layers."""
+    policy = CategoricalMLP(4, hidden, "tanh", output_tanh=True, num_actions=2)
+
+    def play(parameters: Array, keys: Array, byzantine: Array) -> Episodes:
+        options: dict[str, Any] = {"num_episodes": 4, "horizon": 30, "attack": attack, "byzantine": byzantine}
+        return rollout(CARTPOLE, policy, parameters, keys, **options)
+
+    given = (jnp.zeros((2, policy.dimension)), jax.random.split(jax.random.key(0), 2), jnp.array([True, False]))
+    program = jax.jit(play).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("triton" in program) == in_a_kernel

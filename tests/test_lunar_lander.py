@@ -197,7 +197,7 @@ def test_continuous_actions_are_gymnasiums() -> None:
     [("LunarLander-v3", Discrete(4)), ("LunarLanderContinuous-v3", Box(2, (-1.0, -1.0), (1.0, 1.0)))],
 )
 def test_sizes_are_gymnasiums(name: str, space: Discrete | Box) -> None:
-    environment, theirs = envs.make(name), gymnasium.make(name)
+    environment, theirs = envs.ENVIRONMENTS[name](), gymnasium.make(name)
     assert environment.name == name
     assert environment.action_space == space
     assert (environment.observation_size,) == theirs.observation_space.shape

@@ -31,7 +31,7 @@ class AgentState:
     """All that an agent carries from one iteration to the next."""
 
     parameters: Array  # θ_t [agent, d]
-    previous: Array  # θ_{t−1} [agent, d], from before the last update
+    previous: Array  # θ_{t−1} [agent, d], see `Agent.memory`
     direction: Array  # v̂_{t−1} [agent, d]
     optimizer: optax.OptState  # local to each agent, leaves [agent, ...]
 

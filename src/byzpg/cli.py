@@ -242,8 +242,8 @@ class Play:
             raise ValueError(f"--output must end in .gif, got {output}.")
         if self.episodes < 1:
             raise ValueError(f"--episodes must be at least 1, got {self.episodes}.")
-        if self.seed < 0:
-            raise ValueError(f"--seed must not be negative, got {self.seed}.")
+        if not 0 <= self.seed <= 2**31 - 1 - self.episodes:
+            raise ValueError(f"--seed must not be negative, nor seed + episodes exceed 2³¹ − 1; got {self.seed}.")
         run = training.load(self.directory)
         policy = run.policy(self.index, self.agent)
         with console.status("playing"):

@@ -90,7 +90,7 @@ class ImportanceWeights(Component):
 
     mode "trajectory": one weight per episode (the paper); "per-decision": the weight at reward h uses steps ≤ h only,
     which keeps GPOMDP unbiased with less variance. cap c: min(ω, c), biased but bounded. floor ε > 0: p(τ|θ_t) + ε in
-    the denominator, as in the published script, where 1e-9 makes ω vanish for all but the shortest episodes.
+    the denominator, as in the published script, where 1e-9 makes ω vanish for long episodes.
     """
 
     mode: Literal["trajectory", "per-decision"] = "trajectory"

@@ -19,6 +19,7 @@ from byzpg.spaces import Discrete
 
 # Episodes per block: a product of matrices wants at least 16 rows.
 LEAST_BLOCK, LARGEST_BLOCK = 16, 32
+LARGEST_HIDDEN = 64  # beyond, a layer's matrix takes too many registers
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +51,10 @@ class Played:
     action: Array
     outputs: Array
     reward: Array
+
+
+def fits_kernel(policy: Policy) -> bool:
+    return max(policy.hidden, default=0) <= LARGEST_HIDDEN
 
 
 def play_in_kernel(

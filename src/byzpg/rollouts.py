@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from byzpg.attacks import Attack
 from byzpg.envs import Environment
-from byzpg.kernels import Played, Playing, play_in_kernel
+from byzpg.kernels import Played, Playing, fits_kernel, play_in_kernel
 from byzpg.policies import Policy
 
 # Addresses of random numbers: fold_in(agent's key, purpose, piece or time step).
@@ -83,6 +83,7 @@ def rollout(
     weights = jax.vmap(policy.unflatten)(parameters)
     keys_of = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(RESET + 1)))(keys)
     poisoned = attack if attack is not None and attack.poisons_play and byzantine is not None else None
+    acting = poisoned if poisoned is not None and poisoned.changes_actions else None
 
     def draws(purpose: int, piece: Array, size: int) -> Array:
         """Uniform draws [time, agent, episode, size] for one piece, by address: agent, purpose, piece."""
@@ -95,16 +96,16 @@ def rollout(
     def keys_at(keys_of: Array, purpose: int, when: Array) -> Array:
         return jax.vmap(jax.random.fold_in, (0, None))(keys_of[:, purpose], when)
 
-    agents = (weights, keys_of, byzantine) if poisoned else (weights, None, None)
+    agents = (weights, keys_of, byzantine) if acting else (weights, None, None)
 
     def step(agents: tuple[Any, ...], playing: Playing, given: tuple[Array, ...]) -> tuple[Playing, Played]:
         (weights, keys_of, byzantine), (time, noise, mischief) = agents, given
         seen = jnp.stack(env.observe(playing.state), axis=-1)
         outputs = jax.vmap(policy.outputs)(weights, seen)
         action = jax.vmap(policy.choose)(weights, outputs, noise[..., : policy.noise_size])
-        if poisoned is not None and byzantine is not None:
+        if acting is not None:
             mixed = env.action_space.uniform(mischief)
-            action = _where(byzantine, jax.vmap(poisoned.act)(action, mixed, keys_at(keys_of, ACT, time)), action)
+            action = _where(byzantine, jax.vmap(acting.act)(action, mixed, keys_at(keys_of, ACT, time)), action)
         chance = tuple(noise[..., i] for i in range(policy.noise_size, noise.shape[-1]))
         playing, reward = playing.moved(env, env.action_space.numbers(action), chance, time, horizon)
         return playing, Played(seen, action, outputs, reward)
@@ -135,13 +136,14 @@ def rollout(
     def play_piece(carry: tuple[Array, Playing, Episodes]) -> tuple[Array, Playing, Episodes]:
         piece, playing, episodes = carry
         times = piece * clock.piece + jnp.arange(clock.piece)
-        mischief = draws(MISCHIEF, piece, env.action_space.size if poisoned else 0)
+        mischief = draws(MISCHIEF, piece, env.action_space.size if acting else 0)
         mine, chance = jnp.split(draws(NOISE, piece, policy.noise_size + env.noise_size), [policy.noise_size], axis=-1)
         noise = jnp.concatenate([policy.deviates(mine), chance], axis=-1)
         playing, played = lax.platform_dependent(
             *(agents, playing, times, noise, mischief),
             cpu=agent_by_agent if env.has_loops else in_a_loop,
-            cuda=in_a_loop if poisoned else in_a_kernel,  # attacks are written for whole arrays
+            # Attacks are written for whole arrays.
+            cuda=in_a_loop if acting or not fits_kernel(policy) else in_a_kernel,
             default=in_a_loop,
         )
         alive = times < playing.lengths[..., None]

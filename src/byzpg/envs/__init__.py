@@ -74,6 +74,7 @@ def make(name: str) -> Task:
     if ":" in name:
         return host.describe(name)
     if name not in ENVIRONMENTS:
-        hint = f" Did you mean 'gymnasium:{name}'?" if host.in_gymnasium(name) else ""
-        raise ValueError(unknown("environment", name, ENVIRONMENTS) + hint)
+        if host.in_gymnasium(name):
+            raise ValueError(f"{name} is a task of Gymnasium: write gymnasium:{name}.")
+        raise ValueError(unknown("environment", name, ENVIRONMENTS))
     return ENVIRONMENTS[name]()

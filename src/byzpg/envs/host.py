@@ -72,7 +72,7 @@ class HostTask(Component):
         try:
             while len(environments) < num_episodes:
                 another = _environment(self.name, drawn)
-                if environments and another is environments[-1]:
+                if any(another.unwrapped is other.unwrapped for other in environments):
                     raise ValueError(f"{self.name} must make a new environment each time, not the same one again.")
                 environments.append(another)
                 _check_alike(self, another)
@@ -145,7 +145,7 @@ def _described(
 ) -> HostTask:
     """The task with these spaces of Gymnasium."""
     spaces = _extra("gymnasium").spaces
-    if not isinstance(observations, spaces.Box) or len(observations.shape) != 1:
+    if not isinstance(observations, spaces.Box) or len(observations.shape) != 1 or not observations.shape[0]:
         raise ValueError(
             f"{name} has observations {observations}: byzpg takes vectors, Box of shape (n,). A factory of your own "
             "can put gymnasium.wrappers.FlattenObservation around it."
@@ -247,7 +247,11 @@ class _Environments:
         """The seed fixes an episode, whatever was played before."""
         observations = []
         for environment, seed in zip(self.environments, seeds.tolist(), strict=True):
-            observations.append(self._checked(environment.reset(seed=seed)[0]))
+            try:
+                observation, _ = environment.reset(seed=seed)
+            except Exception as error:
+                _blame(f"{self.task.name}: reset(seed=...) failed", error)
+            observations.append(self._checked(observation))
             _check_alike(self.task, environment)
         return np.stack(observations)
 
@@ -257,11 +261,15 @@ class _Environments:
             actions = space.start + actions.astype(np.int64)
         else:
             actions = _clipped(self.task.action_space, actions, space.dtype)
-        outcomes = [self.environments[episode].step(action) for episode, action in zip(episodes, actions, strict=True)]
-        observations, rewards, terminated, truncated, _ = zip(*outcomes, strict=True)
+        try:
+            outcomes = [self.environments[each].step(action) for each, action in zip(episodes, actions, strict=True)]
+            observations, rewards, terminated, truncated, _ = zip(*outcomes, strict=True)
+            paid = np.asarray(rewards, np.float32).reshape(len(episodes))  # some pay arrays of one number
+        except Exception as error:
+            _blame(f"{self.task.name}: step failed", error)
         return Outcome(
             np.stack([self._checked(each) for each in observations]),
-            np.asarray(rewards, np.float32).reshape(len(episodes)),  # some pay arrays of one number
+            paid,
             np.asarray(terminated, bool),
             np.asarray(truncated, bool),
         )
@@ -281,7 +289,8 @@ class _Environments:
 
 
 def _clipped(space: Box, actions: np.ndarray, dtype: Any) -> np.ndarray:
-    return np.clip(actions, space.low, space.high).astype(dtype)
+    # A policy that has diverged says NaN, which would bring down more than its own episode.
+    return np.clip(np.nan_to_num(actions), space.low, space.high).astype(dtype)
 
 
 # EnvPool
