@@ -103,9 +103,14 @@ def heuristic(observation: np.ndarray) -> np.ndarray:
 
 
 def replay(
-    step: Callable[..., Any], environment: LunarLander, episodes: list[Episode], policy: str, batch: int
+    step: Callable[..., Any],
+    environment: LunarLander,
+    episodes: list[Episode],
+    policy: str,
+    batch: int,
+    most: int = HORIZON,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Observations and rewards of our episodes, from the same first states and with the same chance.
+    """Observations and rewards of our episodes, at most so many steps, from the same first states with the same chance.
 
     Random actions are those Gymnasium's episode took; the heuristic looks at our own observation.
     """
@@ -119,7 +124,7 @@ def replay(
         noise = np.stack([each.noise for each in chosen])
         observation = np.stack(observe(state), axis=-1)
         observations, rewards, ends, over = [observation], [], [], np.zeros(batch, bool)
-        for i in range(HORIZON):
+        for i in range(most):
             if policy == "heuristic":
                 actions = heuristic(observation)
             else:
@@ -136,7 +141,7 @@ def replay(
             if over.all():
                 break
         for j in range(min(batch, len(episodes) - start)):
-            length = int(np.argmax([end[j] for end in ends]) + 1) if over[j] else HORIZON
+            length = int(np.argmax([end[j] for end in ends]) + 1) if over[j] else most
             results.append(
                 (
                     np.array([each[j] for each in observations[: length + 1]]),
