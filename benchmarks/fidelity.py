@@ -4,6 +4,7 @@
     python benchmarks/fidelity.py paired --policy heuristic     # Gymnasium's controller, closed loop on either side
     python benchmarks/fidelity.py independent                   # two samples of random play, each with its own chance
     python benchmarks/fidelity.py speed                         # steps per second of one jitted block, random play
+    python benchmarks/fidelity.py record                        # Gymnasium's episodes for the tests
 
 Each prints a Markdown table. Baseline: Gymnasium itself, one environment at a time.
 """
@@ -22,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from gymnasium_lander import HORIZON, episode, first_touch, outcome, replay
+from gymnasium_lander import HORIZON, episode, first_touch, outcome, record, replay
 
 from byzpg.envs.lunar_lander import LunarLander, State
 
@@ -169,7 +170,7 @@ def speed() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("paired", "independent", "speed"))
+    parser.add_argument("what", choices=("paired", "independent", "speed", "record"))
     parser.add_argument("--policy", choices=("random", "heuristic"), default="random")
     parser.add_argument("--number", type=int)
     parser.add_argument("--batch", type=int, default=250)
@@ -178,8 +179,10 @@ def main() -> None:
         paired(arguments.policy, arguments.number or 1000, arguments.batch)
     elif arguments.what == "independent":
         independent(arguments.number or 5000, arguments.batch)
-    else:
+    elif arguments.what == "speed":
         speed()
+    else:
+        record()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,28 @@
-"""Gymnasium's LunarLander beside ours: its first states copied, its chance handed over, its episodes replayed."""
+"""Gymnasium's LunarLander beside ours: its first states copied, its chance handed over, its episodes replayed.
+
+Box2D has no wheel on some machines: tests take Gymnasium's episodes from `RECORDED`, written by
+`python benchmarks/fidelity.py record`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnasium.envs.box2d import lunar_lander as reference
 from gymnasium.utils.seeding import np_random
 
 from byzpg.envs.lunar_lander import Body, Contact, Hinge, Leg, LunarLander, Pose, State, Velocity
+from byzpg.files import write_atomically
 
 HORIZON = LunarLander.horizon
+RECORDED = Path(__file__).parent / "gymnasium_lander.npz"
+# Episodes on record, by policy; and steps beyond Gymnasium's end for which chance is on record.
+NUMBERS = {"random": 75, "heuristic": 40, "continuous": 8}
+ROOM = 100
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def episode(seed: int, policy: str, *, continuous: bool = False) -> Episode:
     observations, rewards, actions, ended = [observation], [], [], False
     while not ended:
         if policy == "heuristic":
-            action = reference.heuristic(env, observation)
+            action = int(heuristic(observation[None])[0])
         else:
             action = rng.uniform(-1, 1, 2).astype(np.float32) if continuous else int(rng.integers(4))
         observation, reward, terminated, truncated, _ = env.step(action)
@@ -121,7 +130,8 @@ def replay(
         # One size for all batches, so one compilation.
         chosen = chosen + chosen[:1] * (batch - len(chosen))
         state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each.first for each in chosen))
-        noise = np.stack([each.noise for each in chosen])
+        # Chance goes on after the end of Gymnasium's episode, as far as it is known.
+        noise = np.stack([each.noise[np.minimum(np.arange(most), len(each.noise) - 1)] for each in chosen])
         observation = np.stack(observe(state), axis=-1)
         observations, rewards, ends, over = [observation], [], [], np.zeros(batch, bool)
         for i in range(most):
@@ -159,3 +169,33 @@ def first_touch(observations: np.ndarray) -> int:
     """The first step at which a leg touches the ground, else the number of steps."""
     touching = observations[:, 6:].any(axis=1)
     return int(np.argmax(touching)) if touching.any() else len(observations) - 1
+
+
+def record() -> None:
+    """Write `RECORDED`: episodes of Gymnasium from seeds 0, 1, ..., and first observations of many more."""
+    arrays: dict[str, np.ndarray] = {}
+    for policy, number in NUMBERS.items():
+        for seed in range(number):
+            each, name = episode(seed, policy, continuous=policy == "continuous"), f"{policy}/{seed}"
+            arrays[f"{name}/first"] = np.array(jax.tree.leaves(each.first), np.float32)
+            arrays[f"{name}/observations"] = each.observations.astype(np.float32)
+            arrays[f"{name}/rewards"] = each.rewards
+            arrays[f"{name}/actions"] = each.actions
+            arrays[f"{name}/noise"] = each.noise[: each.length + ROOM]
+    env = gymnasium.make("LunarLander-v3")
+    arrays["starts"] = np.array([env.reset(seed=seed)[0] for seed in range(1000)], np.float32)
+    write_atomically(RECORDED, lambda file: np.savez_compressed(file, allow_pickle=False, **arrays))
+
+
+def recorded(policy: str) -> list[Episode]:
+    """Gymnasium's episodes on record."""
+    environment = LunarLander()
+    structure = jax.tree.structure(jax.eval_shape(environment.reset, jax.random.key(0)))
+    with np.load(RECORDED) as arrays:
+        return [
+            Episode(
+                jax.tree.unflatten(structure, list(arrays[f"{policy}/{seed}/first"])),
+                *(arrays[f"{policy}/{seed}/{part}"] for part in ("observations", "rewards", "actions", "noise")),
+            )
+            for seed in range(NUMBERS[policy])
+        ]
