@@ -53,8 +53,9 @@ class Played:
     reward: Array
 
 
-def fits_kernel(policy: Policy) -> bool:
-    return max(policy.hidden, default=0) <= LARGEST_HIDDEN
+def fits_kernel(env: Environment, policy: Policy) -> bool:
+    """Whether the kernel is of use: steps with loops, such as LunarLander's, take minutes to compile into it."""
+    return not env.has_loops and max(policy.hidden, default=0) <= LARGEST_HIDDEN
 
 
 def play_in_kernel(

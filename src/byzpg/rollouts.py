@@ -143,7 +143,7 @@ def rollout(
             *(agents, playing, times, noise, mischief),
             cpu=agent_by_agent if env.has_loops else in_a_loop,
             # Attacks are written for whole arrays.
-            cuda=in_a_loop if acting or not fits_kernel(policy) else in_a_kernel,
+            cuda=in_a_loop if acting or not fits_kernel(env, policy) else in_a_kernel,
             default=in_a_loop,
         )
         alive = times < playing.lengths[..., None]
