@@ -350,7 +350,11 @@ class TwoStates(Component):
         return (state == 0).astype(jnp.float32), (state == 1).astype(jnp.float32)
 
     def step(self, state: Array, action: Numbers, noise: Numbers) -> tuple[Array, Array, Array]:
-        move, stop, reward = (jnp.asarray(table, jnp.float32)[state, action[0]] for table in (MOVE, STOP, REWARD))
+        def entry(table: np.ndarray) -> Array:
+            first, second = (jnp.where(action[0] == 0, *map(float, row)) for row in table)
+            return jnp.where(state == 0, first, second)
+
+        move, stop, reward = map(entry, (MOVE, STOP, REWARD))
         return (noise[0] < move).astype(jnp.int32), reward, noise[1] < stop
 
 
