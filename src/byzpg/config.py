@@ -203,16 +203,14 @@ class Config:
             raise ValueError(f"{env.name} sets no limit to its episodes: say after how many steps to cut, --horizon.")
         values |= {"num_agents": 1 if algorithm.single else 13, **self._without_effect(name, algorithm), **given}
         values["algorithm"] = name
-        if "num_byzantine" not in values:
-            num_agents = values["num_agents"]
-            values["num_byzantine"] = max(0, (num_agents - 1) // 4) if isinstance(num_agents, int) else 0
         for option, family in FAMILY_OF.items():
             if isinstance(values[option], str):
                 values[option] = parse(family, values[option])
-        if self.num_byzantine is None and isinstance(values["num_agents"], int):
+        if self.num_byzantine is None:
+            num_agents = values["num_agents"] if isinstance(values["num_agents"], int) else 1  # refused below
             rules = [values["aggregator"], values["agreement"]] if algorithm.agrees else [values["aggregator"]]
-            tolerated = [rule.max_byzantine(values["num_agents"]) for rule in rules if isinstance(rule, Rule)]
-            values["num_byzantine"] = max(0, min((values["num_agents"] - 1) // 4, *tolerated))
+            tolerated = [rule.max_byzantine(num_agents) for rule in rules if isinstance(rule, Rule)]
+            values["num_byzantine"] = max(0, min([(num_agents - 1) // 4, *tolerated]))
         if self.small_batch is None and isinstance(values["large_batch"], int):
             values["small_batch"] = min(values["small_batch"], values["large_batch"])
         if values["num_byzantine"] == 0:

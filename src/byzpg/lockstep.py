@@ -15,7 +15,7 @@ from byzpg.attacks import Attack
 from byzpg.envs import Task
 from byzpg.envs.host import HostTask
 from byzpg.policies import Policy, Weights
-from byzpg.rollouts import ACT, MISCHIEF, NOISE, RECORD, RESET, Clock, Episodes, rollout
+from byzpg.rollouts import ACT, MISCHIEF, NOISE, RECORD, RESET, Clock, Episodes, rollout, where_agents
 from byzpg.spaces import Discrete, Space
 
 
@@ -131,7 +131,7 @@ def _act(
     action = jax.vmap(policy.draw)(weights, outputs, noise[within])
     if liars is not None and mischief is not None:
         changed = jax.vmap(attack.act)(action, space.uniform(mischief[within]), _keys_at(keys, ACT, time))
-        action = jnp.where(liars.reshape(-1, *(action.ndim - 1) * [1]), changed, action)
+        action = where_agents(liars, changed, action)
     return action, jax.vmap(policy.log_probability)(weights, outputs, action)
 
 

@@ -105,7 +105,7 @@ def rollout(
         action = jax.vmap(policy.choose)(weights, outputs, noise[..., : policy.noise_size])
         if acting is not None:
             mixed = env.action_space.uniform(mischief)
-            action = _where(byzantine, jax.vmap(acting.act)(action, mixed, keys_at(keys_of, ACT, time)), action)
+            action = where_agents(byzantine, jax.vmap(acting.act)(action, mixed, keys_at(keys_of, ACT, time)), action)
         chance = tuple(noise[..., i] for i in range(policy.noise_size, noise.shape[-1]))
         playing, reward = playing.moved(env, env.action_space.numbers(action), chance, time, horizon)
         return playing, Played(seen, action, outputs, reward)
@@ -149,7 +149,7 @@ def rollout(
         alive = times < playing.lengths[..., None]
         noted = played.reward
         if poisoned is not None and byzantine is not None:
-            noted = _where(byzantine, jax.vmap(poisoned.record)(noted, keys_at(keys_of, RECORD, piece)), noted)
+            noted = where_agents(byzantine, jax.vmap(poisoned.record)(noted, keys_at(keys_of, RECORD, piece)), noted)
         log_probability = jax.vmap(policy.log_probability)(weights, played.outputs, played.action)
 
         def write(buffer: Array, values: Array) -> Array:
@@ -190,6 +190,6 @@ def rollout(
     return replace(episodes, steps=jnp.max(episodes.lengths))
 
 
-def _where(mask: Array, changed: Array, unchanged: Array) -> Array:
+def where_agents(mask: Array, changed: Array, unchanged: Array) -> Array:
     """jnp.where with a mask over the leading axes."""
     return jnp.where(mask.reshape(mask.shape + (1,) * (unchanged.ndim - mask.ndim)), changed, unchanged)

@@ -69,12 +69,14 @@ class HostTask(Component):
             return
         idle = [] if drawn else _idle.setdefault(self, [])
         environments, idle[:num_episodes] = idle[:num_episodes], []
+        made = {id(each.unwrapped) for each in environments}
         try:
             while len(environments) < num_episodes:
                 another = _environment(self.name, drawn)
-                if any(another.unwrapped is other.unwrapped for other in environments):
+                if id(another.unwrapped) in made:
                     raise ValueError(f"{self.name} must make a new environment each time, not the same one again.")
                 environments.append(another)
+                made.add(id(another.unwrapped))
                 _check_alike(self, another)
             yield _Environments(self, environments)
         except BaseException:
