@@ -1,6 +1,7 @@
 """LunarLander against Gymnasium, step for step from its own first states, and what its step promises to be."""
 
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import gymnasium
@@ -11,7 +12,26 @@ import pytest
 from gymnasium_lander import RECORDED, Episode, draws, first_touch, outcome, recorded, replay
 
 from byzpg import envs
-from byzpg.envs.lunar_lander import LunarLander, LunarLanderContinuous, State
+from byzpg.envs.loops import Loops
+from byzpg.envs.lunar_lander import (
+    LARGE_CHUNK,
+    LEG,
+    Edge,
+    Hinge,
+    HingeMasses,
+    Impulses,
+    LunarLander,
+    LunarLanderContinuous,
+    Manifold,
+    Moving,
+    Patch,
+    Pose,
+    State,
+    Velocity,
+    impact,
+    position_round,
+    velocity_round,
+)
 from byzpg.spaces import Box, Discrete
 
 BATCH = 75
@@ -100,10 +120,10 @@ def test_reset_is_gymnasiums_distribution() -> None:
     np.testing.assert_allclose(ground[[0, 1, 2, 8, 9, 10]].mean(axis=1), 0.99 * 400 / 30 / 4, rtol=0.05)
 
 
-def some_states() -> tuple[State, np.ndarray]:
+def some_states(seed: int = 0) -> tuple[State, np.ndarray]:
     """States in flight and just before the ground, and random actions."""
-    state = RESET(jax.random.split(jax.random.key(1), BATCH))
-    rng = np.random.default_rng(0)
+    state = RESET(jax.random.split(jax.random.key(seed + 1), BATCH))
+    rng = np.random.default_rng(seed)
     for _ in range(70):
         state, _, _ = STEP(state, (jnp.asarray(rng.integers(4, size=BATCH), jnp.int32),), halves((BATCH,)))
     return state, rng.integers(4, size=BATCH).astype(np.int32)
@@ -155,21 +175,65 @@ def operations(jaxpr: Any, in_condition: bool = False) -> list[tuple[str, bool]]
     return found
 
 
-def test_the_step_is_elementwise_but_for_the_conditions_of_loops() -> None:
-    state = jax.eval_shape(jax.vmap(LANDER.reset), jax.random.split(jax.random.key(0), 5))
-    action = jax.ShapeDtypeStruct((5,), jnp.int32)
-    draw = jax.ShapeDtypeStruct((5,), jnp.float32)
-    found = operations(jax.make_jaxpr(LANDER.step)(state, (action,), (draw, draw)).jaxpr)
+def arrays_of(kind: Any) -> Any:
+    """The fields of a NamedTuple as arrays of one shape."""
+    batch = jax.ShapeDtypeStruct((5,), jnp.float32)
+    pair = batch, batch
+    patch = Patch(pair, pair, pair, pair, pair, (batch,) * 3, batch, jax.ShapeDtypeStruct((5,), bool))
+    pose, velocity, hinge = Pose(pair, batch), Velocity(pair, batch), Hinge(pair, batch, batch, batch)
+    manifold = Manifold(jax.ShapeDtypeStruct((5,), bool), pair, pair, (pair, pair), pair)
+    masses = HingeMasses(pair, pair, pair, (batch,) * 3, (batch,) * 6, pair)
+    moving = Moving(velocity, hinge, (Impulses(pair, pair),) * 2)
+    return {
+        velocity_round: (((masses, masses), ((patch, patch),) * 2), (velocity, (moving, moving))),
+        position_round: (
+            (pair, ((manifold, manifold),) * 2),
+            (pose, (pose, pose), jax.ShapeDtypeStruct((5,), bool)),
+        ),
+        impact: (pose, pose, Edge(pair, pair, pair)),
+    }[kind]
+
+
+@pytest.mark.parametrize("function", [velocity_round, position_round, impact], ids=lambda each: each.__name__)
+def test_what_runs_in_kernels_is_elementwise_but_for_the_conditions_of_loops(function: Any) -> None:
+    called = partial(impact, LEG) if function is impact else function
+    jaxpr = jax.make_jaxpr(called)(*arrays_of(function), jax.ShapeDtypeStruct((5,), bool))
+    found = operations(jaxpr.jaxpr)
     names = {name for name, _ in found}
-    assert "while" in names
-    assert "sin" in names
+    assert {"mul", "select_n"} <= names
     assert not [name for name in names if any(part in name for part in ACROSS)]
-    assert {in_condition for name, in_condition in found if "reduce" in name} == {True}
+    assert {in_condition for name, in_condition in found if "reduce" in name} <= {True}
+
+
+def test_a_large_batch_in_chunks_goes_as_small_ones() -> None:
+    """Above the ground, near it and touching it, of a batch that is cut into chunks and one that is not."""
+    states, actions = zip(*(some_states(seed) for seed in range(5)), strict=True)
+    state: State = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *states)
+    action = np.concatenate(actions)
+    state = state._replace(ended=state.ended.at[:7].set(1.0))
+    size = len(action)
+    assert size > LARGE_CHUNK
+    high = np.asarray(LANDER.easy(state))
+    assert 0 < high.sum() < size - 7
+    following, reward, ended = STEP(state, (jnp.asarray(action),), halves((size,)))
+    for i in range(5):
+        part = slice(i * BATCH, (i + 1) * BATCH)
+        alone, alone_reward, alone_ended = STEP(
+            jax.tree.map(itemgetter(part), state), (jnp.asarray(action[part]),), halves((BATCH,))
+        )
+        np.testing.assert_array_equal(ended[part], alone_ended)
+        np.testing.assert_allclose(reward[part], alone_reward, atol=1e-2)
+        for one, other in zip(jax.tree.leaves(following), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(one[part], other, rtol=1e-3, atol=2e-3)
 
 
 def test_continuous_actions_are_gymnasiums() -> None:
     environment = LunarLanderContinuous()
-    step = jax.jit(partial(environment.following, airborne=True))
+
+    @jax.jit
+    def step(state: State, *given: Any) -> Any:
+        return environment.following(Loops(in_kernels=False), True, state.ended == 0, state, *given)
+
     episodes = recorded("continuous")
     for theirs, (observations, rewards) in zip(
         episodes, replay(step, environment, episodes, "random", 8, 40), strict=True

@@ -116,18 +116,6 @@ def rollout(
         playing, played = lax.scan(partial(step, agents), playing, (times, noise, mischief))
         return playing, jax.tree.map(lambda each: jnp.moveaxis(each, 0, 2), played)
 
-    def agent_by_agent(
-        agents: tuple[Any, ...], playing: Playing, times: Array, noise: Array, mischief: Array
-    ) -> tuple[Playing, Played]:
-        """Loops inside a step go on until they are done for all: this way, for all of one agent's episodes."""
-
-        def of_agent(given: tuple[Any, ...]) -> tuple[Playing, Played]:
-            alone, playing, noise, mischief = jax.tree.map(lambda leaf: leaf[None], given)
-            by_time = (jnp.moveaxis(each, 1, 0) for each in (noise, mischief))
-            return jax.tree.map(lambda leaf: leaf[0], in_a_loop(alone, playing, times, *by_time))
-
-        return lax.map(of_agent, (agents, playing, jnp.moveaxis(noise, 1, 0), jnp.moveaxis(mischief, 1, 0)))
-
     def in_a_kernel(
         agents: tuple[Any, ...], playing: Playing, times: Array, noise: Array, mischief: Array
     ) -> tuple[Playing, Played]:
@@ -141,7 +129,7 @@ def rollout(
         noise = jnp.concatenate([policy.deviates(mine), chance], axis=-1)
         playing, played = lax.platform_dependent(
             *(agents, playing, times, noise, mischief),
-            cpu=agent_by_agent if env.has_loops else in_a_loop,
+            cpu=in_a_loop,
             # Attacks are written for whole arrays.
             cuda=in_a_loop if acting or not fits_kernel(env, policy) else in_a_kernel,
             default=in_a_loop,

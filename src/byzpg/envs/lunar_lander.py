@@ -1,13 +1,15 @@
 """LunarLander-v3 as array arithmetic: Gymnasium's lander, and of Box2D 2.3 (Catto) what moves it, step for step.
 
 A hull with two legs on motorised hinges flies over ten ground edges. All is elementwise: every array has the batch's
-shape, and lists are Python tuples. Only the conditions of loops look at the whole batch, so small batches end earlier.
+shape, and lists are Python tuples. Only the conditions of loops look at the whole batch, so small batches end earlier;
+`easy` tells who needs none of the ground.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import pi, sqrt
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from byzpg.components import Component
+from byzpg.envs.loops import Loops, choose, once, some, together
 from byzpg.spaces import Box, Discrete
 
 # gymnasium.envs.box2d.lunar_lander, lengths in metres: pixels / 30.
@@ -49,6 +52,14 @@ LAST_IMPACT = 1 - 1e-6
 FENCE_ROOM = 0.1
 # Ours: a round of the velocity solver that changes less is the last.
 SETTLED = 1e-6
+# And a round of the position solver that moves nothing by more.
+UNMOVED = 1e-6
+# In flight few rounds do, once the legs are spread out.
+USUAL_VELOCITY_ITERATIONS, USUAL_POSITION_ITERATIONS = 6, 2
+# On CPUs, how many are seen to at once: of all, of those that need more rounds, and of those hitting the ground.
+LARGE_CHUNK, CHUNK, SMALL_CHUNK = 256, 64, 16
+# What is higher by this much, and by how far it moves in a step, is not met by the ground.
+ROOM = 0.1
 
 Pair = tuple[Array, ...]  # x and y, or one of each of two
 Point = tuple[float, ...]
@@ -85,16 +96,6 @@ def turned_back(rotation: Pair, a: Any) -> Pair:
     return cosine * a[0] + sine * a[1], cosine * a[1] - sine * a[0]
 
 
-def choose(mask: Array, a: Any, b: Any) -> Any:
-    """`a` where the mask holds, else `b`, for every array of the two."""
-    return jax.tree.map(partial(jnp.where, mask), a, b)
-
-
-def some(mask: Array) -> Array:
-    # jnp.any would do, but Pallas kernels know no reduction by "or".
-    return jnp.max(mask.astype(jnp.int32)) > 0
-
-
 def smallest(values: Sequence[Array], items: Sequence[Any] | None = None) -> tuple[Array, Any]:
     """The smallest of the values and its item; of equal ones the first."""
     value, item = values[0], items[0] if items else None
@@ -102,28 +103,6 @@ def smallest(values: Sequence[Array], items: Sequence[Any] | None = None) -> tup
         less = values[i] < value
         value, item = jnp.where(less, values[i], value), choose(less, items[i], item) if items else None
     return value, item
-
-
-Condition = Callable[[], Array] | None
-
-
-def each(condition: Condition, function: Callable[[Any, Any], Any], shared: Any, items: Any) -> Any:
-    """What is shared and every item after function(shared, item), item by item; as they are unless `condition()`.
-
-    One loop for all, so its body is compiled once and its results are computed once: XLA on CPUs computes anew what
-    several results share, unless a loop lies between.
-    """
-    items = tuple(items)
-    if condition is None:
-        return shared, items
-
-    def turn(carry):
-        count, shared, items = carry
-        shared, item = function(shared, items[0])
-        return count + 1, shared, (*items[1:], item)
-
-    carry = (jnp.int32(0), shared, items)
-    return lax.while_loop(lambda carry: (carry[0] < len(items)) & condition(), turn, carry)[1:]
 
 
 class Shape:
@@ -154,7 +133,7 @@ class Shape:
 
 HULL = Shape(tuple((x / 30, y / 30) for x, y in ((17, -10), (17, 0), (14, 17), (-14, 17), (-17, 0), (-17, -10))), 5.0)
 LEG = Shape(tuple((x * 2 / 30, y * 8 / 30) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))), 1.0)
-NEAR_GROUND = 2.5  # above it, measured at the hull, no body can touch it within a step
+HULL_REACH, LEG_REACH = (max(sqrt(x * x + y * y) for x, y in shape.corners) for shape in (HULL, LEG))
 MOTOR_MASS = 1 / (1 / HULL.inertia + 1 / LEG.inertia)
 
 
@@ -237,15 +216,15 @@ class Manifold(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """A contact as the velocity solver sees it; an absent point has no mass."""
+    """A contact as the velocity solver sees it; an absent point gives way to nothing."""
 
     normal: Pair
     normal_arms: Pair
     tangent_arms: Pair
-    normal_masses: Pair
-    tangent_masses: Pair
+    normal_resistance: Pair
+    tangent_resistance: Pair
     stiffness: tuple[Array, Array, Array]
-    inverse: tuple[Array, Array, Array]
+    determinant: Array
     both: Array
 
 
@@ -257,13 +236,16 @@ class Impulses(NamedTuple):
 
 
 class HingeMasses(NamedTuple):
-    """A hinge as the velocity solver sees it: inverses of its point's and of all its compliance, row by row."""
+    """A hinge as the velocity solver sees it: of its point's and of all its compliance minors, row by row, and the
+    determinants: the solver divides by these, since a quotient is what XLA on CPUs computes once and not for each use.
+    """
 
     hull_arm: Pair
     leg_arm: Pair
     coupling: Pair
-    inverse_point: tuple[Array, Array, Array]
-    inverse_all: tuple[Array, ...]
+    point: tuple[Array, Array, Array]
+    every: tuple[Array, ...]
+    determinants: Pair
 
 
 class Axis(NamedTuple):
@@ -295,6 +277,20 @@ def edges_below(ground: tuple[Array, ...], x: Array) -> tuple[tuple[Edge, Edge],
     return (choose(even_right, right, left), choose(even_right, left, right)), even_right
 
 
+def highest(ground: tuple[Array, ...], left: Array, right: Array) -> Array:
+    """The greatest height of the ground between two places less than 2 m apart."""
+    heights = []
+    for x in (left, right):
+        first = jnp.clip(jnp.floor(x / SPACING), 0, NUM_CORNERS - 2)
+        pair = ground[:2]
+        for i in range(1, NUM_CORNERS - 1):
+            pair = choose(first == i, ground[i : i + 2], pair)
+        share = jnp.clip(x / SPACING - first, 0.0, 1.0)
+        heights.append((pair[0] + share * (pair[1] - pair[0]), pair, first))
+    (at_left, (_, after_left), first), (at_right, _, last) = heights
+    return jnp.maximum(jnp.maximum(at_left, at_right), jnp.where(first < last, after_left, at_right))
+
+
 # Contacts
 
 
@@ -315,24 +311,26 @@ def clipped(
 def collide(shape: Shape, pose: Pose, edge: Edge) -> Manifold:
     """The manifold of a polygon and an edge without neighbours, which collides on both sides (b2CollideEdge)."""
     rotation = pose.rotation()
-    start, end = (turned_back(rotation, minus(point, pose.position)) for point in (edge.start, edge.end))
-    upwards = turned_back(rotation, edge.normal)
+    start, end = once(tuple(turned_back(rotation, minus(point, pose.position)) for point in (edge.start, edge.end)))
+    upwards = once(turned_back(rotation, edge.normal))
     below = dot(upwards, start) >= 0
     facing = choose(below, times(-1.0, upwards), upwards)
 
     edge_separation = smallest([dot(facing, corner) for corner in shape.corners])[0] - dot(facing, start)
     faces = tuple(zip(range(len(shape.corners)), shape.corners, shape.normals, strict=True))
     sides = tuple(zip(faces, faces[1:] + faces[:1], strict=True))
-    overlap, (face, after) = smallest(
-        [
-            dot(normal, corner) - jnp.minimum(dot(normal, start), dot(normal, end))
-            for corner, normal in zip(shape.corners, shape.normals, strict=True)
-        ],
-        sides,
+    overlap, (face, after) = once(
+        smallest(
+            [
+                dot(normal, corner) - jnp.minimum(dot(normal, start), dot(normal, end))
+                for corner, normal in zip(shape.corners, shape.normals, strict=True)
+            ],
+            sides,
+        )
     )
     # Hysteresis: the edge's face unless the polygon's is clearly the one of less overlap.
     on_body = -overlap > 0.98 * edge_separation + 0.001
-    _, (incident, beyond) = smallest([dot(facing, normal) for normal in shape.normals], sides)
+    _, (incident, beyond) = once(smallest([dot(facing, normal) for normal in shape.normals], sides))
 
     # A point's key stands for its b2ContactID: a corner of the polygon 0…, a cut at an end of the edge 8… or 16…, a
     # point on a face of the polygon 32 × face…. Box2D's own coincide where these do.
@@ -344,9 +342,11 @@ def collide(shape: Shape, pose: Pose, edge: Edge) -> Manifold:
     across = (normal[1], -normal[0])
     new_key = jnp.where(on_body, 33.0 * face[0], keys[0] + start_key)
     points, keys, first_part = clipped(points, keys, across, dot(across, reference[0]), new_key)
+    points, keys = once((points, keys))
     new_key = jnp.where(on_body, 32.0 * face[0] + after[0], keys[0] - 8.0 * jnp.floor(keys[0] / 8.0) + end_key)
     across = times(-1.0, across)
     points, keys, second_part = clipped(points, keys, across, dot(across, reference[1]), new_key)
+    points, keys = once((points, keys))
 
     touching = (edge_separation <= THICKNESS) & (-overlap <= THICKNESS) & first_part & second_part
     first, second = (touching & (dot(normal, minus(point, reference[0])) <= THICKNESS) for point in points)
@@ -354,16 +354,11 @@ def collide(shape: Shape, pose: Pose, edge: Edge) -> Manifold:
     points = choose(on_body, outside, points)
     on_edge = choose(below, (times(-1.0, edge.normal), edge.start), (edge.normal, edge.end))
     normal, plane = choose(on_body, (face[2], face[1]), on_edge)
-    return Manifold(
-        on_body,
-        normal,
-        plane,
-        (choose(first, points[0], points[1]), points[1]),
-        (
-            jnp.where(first, keys[0], jnp.where(second, keys[1], -1.0)),
-            jnp.where(first & second, keys[1], -1.0),
-        ),
+    keys = (
+        jnp.where(first, keys[0], jnp.where(second, keys[1], -1.0)),
+        jnp.where(first & second, keys[1], -1.0),
     )
+    return Manifold(on_body, *once((normal, plane, (choose(first, points[0], points[1]), points[1]), keys)))
 
 
 def meeting(manifold: Manifold, pose: Pose, point: Pair) -> tuple[Pair, Pair, Array]:
@@ -396,7 +391,7 @@ def renewed(contact: Contact, manifold: Manifold, grounded: Array) -> tuple[Cont
 
 def patch_of(manifold: Manifold, pose: Pose) -> Patch:
     """A leg's contact prepared for the velocity solver."""
-    spots = tuple(meeting(manifold, pose, point) for point in manifold.points)
+    spots = once(tuple(meeting(manifold, pose, point) for point in manifold.points))
     normal = spots[0][0]
     tangent = normal[1], -normal[0]
     first, second = (key >= 0 for key in manifold.keys)
@@ -405,7 +400,9 @@ def patch_of(manifold: Manifold, pose: Pose) -> Patch:
         minus(plus(point, times(jnp.where(manifold.on_body, 0.5, -0.5) * separation, normal)), pose.position)
         for _, point, separation in spots
     )
-    normal_arms, tangent_arms = (tuple(cross(arm, direction) for arm in arms) for direction in (normal, tangent))
+    normal_arms, tangent_arms = once(
+        tuple(tuple(cross(arm, direction) for arm in arms) for direction in (normal, tangent))
+    )
 
     def compliance(a: Array, b: Array) -> Array:
         return 1 / LEG.mass + a * b / LEG.inertia
@@ -414,20 +411,15 @@ def patch_of(manifold: Manifold, pose: Pose) -> Patch:
     stiffness = compliance(one, one), compliance(one, other), compliance(other, other)
     determinant = stiffness[0] * stiffness[2] - stiffness[1] * stiffness[1]
     both = second & (stiffness[0] * stiffness[0] < LARGEST_CONDITION * determinant)
-    inverse_determinant = 1 / jnp.where(both, determinant, 1.0)
     present = first, both
     return Patch(
         normal,
         normal_arms,
         tangent_arms,
-        tuple(jnp.where(here, 1 / k, 0.0) for here, k in zip(present, (stiffness[0], stiffness[2]), strict=True)),
-        tuple(jnp.where(here, 1 / compliance(arm, arm), 0.0) for here, arm in zip(present, tangent_arms, strict=True)),
+        tuple(jnp.where(here, k, jnp.inf) for here, k in zip(present, (stiffness[0], stiffness[2]), strict=True)),
+        tuple(jnp.where(here, compliance(arm, arm), jnp.inf) for here, arm in zip(present, tangent_arms, strict=True)),
         stiffness,
-        (
-            stiffness[2] * inverse_determinant,
-            -stiffness[1] * inverse_determinant,
-            stiffness[0] * inverse_determinant,
-        ),
+        jnp.where(both, determinant, 1.0),
         both,
     )
 
@@ -461,11 +453,11 @@ def without_approach(patch: Patch, impulses: Impulses, velocity: Velocity) -> tu
     normal, tangent = patch.normal, (patch.normal[1], -patch.normal[0])
     along, away, spin = dot(velocity.linear, tangent), dot(velocity.linear, normal), velocity.spin
     friction = []
-    for arm, mass, pressed, old in zip(
-        patch.tangent_arms, patch.tangent_masses, impulses.normal, impulses.tangent, strict=True
+    for arm, resistance, pressed, old in zip(
+        patch.tangent_arms, patch.tangent_resistance, impulses.normal, impulses.tangent, strict=True
     ):
         limit = FRICTION * pressed
-        new = jnp.clip(old - mass * (along + spin * arm), -limit, limit)
+        new = jnp.clip(old - (along + spin * arm) / resistance, -limit, limit)
         along, spin = along + (new - old) / LEG.mass, spin + (new - old) * arm / LEG.inertia
         friction.append(new)
     rubbed = friction[0] - impulses.tangent[0] + friction[1] - impulses.tangent[1]
@@ -475,12 +467,11 @@ def without_approach(patch: Patch, impulses: Impulses, velocity: Velocity) -> tu
     k_one, k_mixed, k_other = patch.stiffness
     left_one = away + spin * one - (k_one * old_one + k_mixed * old_other)
     left_other = away + spin * other - (k_mixed * old_one + k_other * old_other)
-    inverse_one, inverse_mixed, inverse_other = patch.inverse
     both = (
-        -(inverse_one * left_one + inverse_mixed * left_other),
-        -(inverse_mixed * left_one + inverse_other * left_other),
+        (k_mixed * left_other - k_other * left_one) / patch.determinant,
+        (k_mixed * left_one - k_one * left_other) / patch.determinant,
     )
-    first, second = -patch.normal_masses[0] * left_one, -patch.normal_masses[1] * left_other
+    first, second = -left_one / patch.normal_resistance[0], -left_other / patch.normal_resistance[1]
     both_press = patch.both & (both[0] >= 0) & (both[1] >= 0)
     first_presses = (first >= 0) & (~patch.both | (k_mixed * first + left_other >= 0))
     second_presses = patch.both & (second >= 0) & (k_mixed * second + left_one >= 0)
@@ -507,7 +498,7 @@ def pushed_apart(manifold: Manifold, pose: Pose, correction: float) -> tuple[Pos
     least = jnp.zeros_like(pose.angle)
     for key, point in zip(manifold.keys, manifold.points, strict=True):
         normal, spot, separation = meeting(manifold, pose, point)
-        separation = jnp.where(key >= 0, separation - THICKNESS, 0.0)
+        separation = once(jnp.where(key >= 0, separation - THICKNESS, 0.0))
         least = jnp.minimum(least, separation)
         arm = cross(minus(spot, pose.position), normal)
         depth = jnp.clip(correction * (separation + SLOP), -LARGEST_CORRECTION, 0.0)
@@ -541,16 +532,10 @@ def hinge_masses(side: float, hull: Pose, leg: Pose) -> HingeMasses:
     xz = -hull_arm[1] / HULL.inertia - leg_arm[1] / LEG.inertia
     yz = hull_arm[0] / HULL.inertia + leg_arm[0] / LEG.inertia
     zz = 1 / MOTOR_MASS
-    one = 1 / (xx * yy - xy * xy)
-    minors = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - yy * xz, xx * zz - xz * xz, xy * xz - xx * yz
-    every = 1 / (xx * minors[0] + xy * minors[1] + xz * minors[2])
-    return HingeMasses(
-        hull_arm,
-        leg_arm,
-        (xz, yz),
-        (yy * one, -xy * one, xx * one),
-        (*(minor * every for minor in minors), every / one),
-    )
+    of_point = xx * yy - xy * xy
+    minors = (yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - yy * xz, xx * zz - xz * xz, xy * xz - xx * yz, of_point)
+    of_all = xx * minors[0] + xy * minors[1] + xz * minors[2]
+    return HingeMasses(hull_arm, leg_arm, (xz, yz), (yy, -xy, xx), minors, (of_point, of_all))
 
 
 def hinge_side(limits: tuple[float, float], hull: Pose, leg: Pose) -> Array:
@@ -573,7 +558,7 @@ def held_together(
 ) -> tuple[Hinge, Velocity, Velocity]:
     """One round of a hinge: its motor, then the point it holds and the limit it is at (b2RevoluteJoint)."""
     motor = hinge.motor - MOTOR_MASS * (leg.spin - hull.spin - side * MOTOR_SPEED)
-    motor = jnp.clip(motor, -LARGEST_MOTOR_IMPULSE, LARGEST_MOTOR_IMPULSE)
+    motor = once(jnp.clip(motor, -LARGEST_MOTOR_IMPULSE, LARGEST_MOTOR_IMPULSE))
     more = motor - hinge.motor
     hull_spin, leg_spin = hull.spin - more / HULL.inertia, leg.spin + more / LEG.inertia
 
@@ -582,18 +567,21 @@ def held_together(
 
     x, y = minus(at(leg.linear, leg_spin, masses.leg_arm), at(hull.linear, hull_spin, masses.hull_arm))
     z = leg_spin - hull_spin
-    xx, xy, xz, yy, yz, zz = masses.inverse_all
-    limit = -(xz * x + yz * y + zz * z)
-    holds = hinge.side * (hinge.limit + limit) > 0
-    x_free, y_free = hinge.limit * masses.coupling[0] - x, hinge.limit * masses.coupling[1] - y
-    xx_free, xy_free, yy_free = masses.inverse_point
+    xx, xy, xz, yy, yz, zz = masses.every
+    of_point, of_all = masses.determinants
+    limit = xz * x + yz * y + zz * z
+    holds = hinge.side * (hinge.limit * of_all - limit) > 0
+    x_free, y_free = x - hinge.limit * masses.coupling[0], y - hinge.limit * masses.coupling[1]
+    xx_free, xy_free, yy_free = masses.point
+    divisor = -jnp.where(holds, of_all, of_point)
     impulse = (
-        jnp.where(holds, -(xx * x + xy * y + xz * z), xx_free * x_free + xy_free * y_free),
-        jnp.where(holds, -(xy * x + yy * y + yz * z), xy_free * x_free + yy_free * y_free),
+        jnp.where(holds, xx * x + xy * y + xz * z, xx_free * x_free + xy_free * y_free) / divisor,
+        jnp.where(holds, xy * x + yy * y + yz * z, xy_free * x_free + yy_free * y_free) / divisor,
     )
-    limit = jnp.where(holds, limit, -hinge.limit)
-    hull, leg = pulled(masses, Velocity(hull.linear, hull_spin), Velocity(leg.linear, leg_spin), impulse, limit)
-    return Hinge(plus(hinge.linear, impulse), hinge.limit + limit, motor, hinge.side), hull, leg
+    twist = jnp.where(holds, limit, hinge.limit * of_point) / divisor
+    hull, leg = pulled(masses, Velocity(hull.linear, hull_spin), Velocity(leg.linear, leg_spin), impulse, twist)
+    limit = jnp.where(holds, hinge.limit + twist, 0.0)
+    return Hinge(plus(hinge.linear, impulse), limit, motor, hinge.side), hull, leg
 
 
 def put_together(
@@ -608,8 +596,8 @@ def put_together(
     hull_arm, leg_arm = hinge_arms(side, hull, leg)
     x, y = minus(plus(leg.position, leg_arm), plus(hull.position, hull_arm))
     xx, xy, yy = point_compliance(hull_arm, leg_arm)
-    inverse = 1 / (xx * yy - xy * xy)
-    impulse = -inverse * (yy * x - xy * y), -inverse * (xx * y - xy * x)
+    divisor = xy * xy - xx * yy
+    impulse = (yy * x - xy * y) / divisor, (xx * y - xy * x) / divisor
     hull = Pose(
         minus(hull.position, times(1 / HULL.mass, impulse)), hull.angle - cross(hull_arm, impulse) / HULL.inertia
     )
@@ -627,7 +615,7 @@ def between(start: Pose, end: Pose, share: Array) -> Pose:
 def closest(shape: Shape, pose: Pose, edge: Edge) -> tuple[Array, Axis]:
     """The distance of a polygon and an edge, 0 if they overlap, and the axis along which it is."""
     rotation = pose.rotation()
-    corners = tuple(minus(plus(pose.position, turned(rotation, corner)), edge.start) for corner in shape.corners)
+    corners = once(tuple(minus(plus(pose.position, turned(rotation, corner)), edge.start) for corner in shape.corners))
     along = minus(edge.end, edge.start)
     heights = tuple(dot(corner, edge.normal) for corner in corners)
     above = smallest(heights)[0] > 0
@@ -642,7 +630,7 @@ def closest(shape: Shape, pose: Pose, edge: Edge) -> tuple[Array, Axis]:
         squares.append(dot(gap, gap))
         upright = choose(above, edge.normal, times(-1.0, edge.normal))
         axes.append((jnp.where(inside, 1.0, 0.0), choose(inside, upright, gap), nowhere))
-    ends = tuple(turned_back(rotation, minus(end, pose.position)) for end in (edge.start, edge.end))
+    ends = once(tuple(turned_back(rotation, minus(end, pose.position)) for end in (edge.start, edge.end)))
     for (corner, other), normal in zip(shape.sides, shape.normals, strict=True):
         side = other[0] - corner[0], other[1] - corner[1]
         distances = tuple(dot(minus(end, corner), normal) for end in ends)
@@ -652,7 +640,7 @@ def closest(shape: Shape, pose: Pose, edge: Edge) -> tuple[Array, Axis]:
             opposite = (share > 0) & (share < 1) & (distance > 0)
             squares.append(jnp.where(opposite, distance * distance, jnp.inf))
             axes.append((2.0, (-normal[0], -normal[1]), corner))
-    square, (kind, normal, anchor) = smallest(tuple(squares), tuple(axes))
+    square, (kind, normal, anchor) = once(smallest(once(squares), axes))
     distance = jnp.where(apart, jnp.sqrt(square), 0.0)
     length = jnp.where((kind == 0) & apart, distance, 1.0)
     return distance, Axis(kind == 2, (normal[0] / length, normal[1] / length), anchor)
@@ -756,35 +744,27 @@ class Course(NamedTuple):
     run: Array
 
 
-def impacts(edges: tuple[Edge, Edge], course: Course) -> Course:
+def impacts(loops: Loops, wanted: Array, edges: tuple[Edge, Edge], course: Course) -> Course:
     """Sub-steps from impact to impact of a leg that would else pass into the ground, the hinge left out (b2World)."""
 
-    def meets(course: Course, item):
-        edge, count, enabled, _ = item
-        wanted = course.run & enabled & (count <= LARGEST_SUBSTEPS)
-        hit, share = impact(LEG, course.start, course.end, edge, wanted)
-        return course, (edge, count, enabled, jnp.where(hit, share, 1.0))
-
-    def touches(pose: Pose, item):
-        edge, _ = item
-        return pose, (edge, collide(LEG, pose, edge))
-
     def substep(course: Course) -> Course:
-        def some_run() -> Array:
-            return some(course.run)
+        def meets(item):
+            edge, count, enabled, (start, end, run) = item
+            wanted = run & enabled & (count <= LARGEST_SUBSTEPS)
+            hit, share = loops.looped(partial(impact, LEG), start, end, edge, wanted)
+            return jnp.where(hit, share, 1.0)
 
-        ones = jnp.ones_like(course.passed)
-        items = zip(edges, course.counts, course.enabled, (ones, ones), strict=True)
-        _, ((*_, first_share), (*_, second_share)) = each(some_run, meets, course, items)
+        way = course.start, course.end, course.run
+        first_share, second_share = together(
+            meets, tuple(zip(edges, course.counts, course.enabled, (way, way), strict=True))
+        )
         second = second_share < first_share
         share = jnp.minimum(first_share, second_share)
         passed = course.passed + (1 - course.passed) * share
         run = course.run & (passed < LAST_IMPACT)
 
-        pose = between(course.start, course.end, share)
-        blank = no_manifold(course.passed)
-        _, items = each(some_run, touches, pose, zip(edges, (blank, blank), strict=True))
-        manifolds = items[0][1], items[1][1]
+        pose = once(between(course.start, course.end, share))
+        manifolds = together(lambda item: collide(LEG, *item), tuple((pose, edge) for edge in edges))
         hits = run & ~second, run & second
         solid = run & (jnp.where(second, manifolds[1].keys[0], manifolds[0].keys[0]) >= 0)
         # What is hit is seen to first; the other contact only if that one is solid.
@@ -794,7 +774,8 @@ def impacts(edges: tuple[Edge, Edge], course: Course) -> Course:
                 contact, flag = renewed(contacts[i], manifolds[i], grounded)
                 contacts[i], grounded = choose(due[i], contact, contacts[i]), jnp.where(due[i], flag, grounded)
 
-        start, velocity = rebound(choose(second, manifolds[::-1], manifolds), pose, course.velocity, solid)
+        order = choose(second, manifolds[::-1], manifolds)
+        start, velocity = rebound(loops, order, pose, course.velocity, solid)
         end = moved(start, velocity, (1 - passed) * TIME_STEP)
         return Course(
             choose(solid, start, course.start),
@@ -808,33 +789,31 @@ def impacts(edges: tuple[Edge, Edge], course: Course) -> Course:
             run,
         )
 
+    course = course._replace(run=course.run & wanted)
     return lax.while_loop(lambda course: some(course.run), substep, course)
 
 
 def rebound(
-    manifolds: tuple[Manifold, Manifold], pose: Pose, velocity: Velocity, wanted: Array
+    loops: Loops, manifolds: tuple[Manifold, Manifold], pose: Pose, velocity: Velocity, wanted: Array
 ) -> tuple[Pose, Velocity]:
     """A leg at the moment of an impact: pushed out of the ground, then stopped by it."""
 
-    def push(carry):
-        count, pose, run = carry
+    def push(manifolds: tuple[Manifold, Manifold], pose: Pose, run: Array) -> tuple[Pose, Array]:
         pushed, first = pushed_apart(manifolds[0], pose, IMPACT_CORRECTION)
         pushed, second = pushed_apart(manifolds[1], pushed, IMPACT_CORRECTION)
-        return count + 1, choose(run, pushed, pose), run & (jnp.minimum(first, second) < -1.5 * SLOP)
+        return choose(run, pushed, pose), run & (jnp.minimum(first, second) < -1.5 * SLOP)
 
-    def stop(carry):
-        count, impulses, before, _ = carry
-        first, after = without_approach(patches[0], impulses[0], before)
-        second, after = without_approach(patches[1], impulses[1], after)
-        return count + 1, (first, second), after, wanted & differs(before, after)
+    def stop(patches: tuple[Patch, ...], state: tuple[Any, Velocity], run: Array) -> tuple[Any, Array]:
+        (first, second), before = state
+        first, after = without_approach(patches[0], first, before)
+        second, after = without_approach(patches[1], second, after)
+        return ((first, second), after), run & differs(before, after)
 
-    _, pose, _ = lax.while_loop(
-        lambda carry: (carry[0] < IMPACT_POSITION_ITERATIONS) & some(carry[-1]), push, (0, pose, wanted)
-    )
-    patches = tuple(patch_of(manifold, pose) for manifold in manifolds)
+    pose, _ = loops.rounds(push, IMPACT_POSITION_ITERATIONS, manifolds, pose, wanted, 2, SMALL_CHUNK)
+    patches = together(lambda item: patch_of(*item), tuple((manifold, pose) for manifold in manifolds))
     nothing = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
-    carry = (0, (Impulses(nothing, nothing),) * 2, velocity, wanted)
-    _, _, velocity, _ = lax.while_loop(lambda carry: (carry[0] < VELOCITY_ITERATIONS) & some(carry[-1]), stop, carry)
+    state = (Impulses(nothing, nothing),) * 2, velocity
+    (_, velocity), _ = loops.rounds(stop, VELOCITY_ITERATIONS, patches, state, wanted, 6, SMALL_CHUNK)
     return pose, velocity
 
 
@@ -863,35 +842,16 @@ class Footing(NamedTuple):
     grounded: Array
 
 
-def no_manifold(like: Array) -> Manifold:
-    zero, pair = jnp.zeros_like(like), (jnp.zeros_like(like), jnp.zeros_like(like))
-    return Manifold(zero > 0, pair, pair, (pair, pair), (zero - 1, zero - 1))
+class Nearby(NamedTuple):
+    """The two edges next to a leg, whether the even one is on the right, and how long each has been near."""
+
+    edges: tuple[Edge, Edge]
+    even_right: Array
+    ages: Pair
 
 
-def no_footing(grounded: Array) -> Footing:
-    """A leg far above the ground."""
-    zero, pair = jnp.zeros_like(grounded), (jnp.zeros_like(grounded), jnp.zeros_like(grounded))
-    edge, three = Edge(pair, pair, pair), (zero, zero, zero)
-    patch = Patch(pair, pair, pair, pair, pair, three, three, zero > 0)
-    contact = Contact((zero - 1, zero - 1), pair, pair)
-    manifold = no_manifold(grounded)
-    return Footing((edge, edge), (manifold, manifold), (patch, patch), (contact, contact), zero > 0, pair, grounded)
-
-
-def found(ground: tuple[Array, ...], near: Condition, leg: Leg, blank: Footing) -> Footing:
-    """Where a leg stands (b2ContactManager::Collide)."""
-    pose = leg.body.pose
-    edges, even_right = edges_below(ground, pose.position[0])
-
-    def touch(shared, item):
-        return shared, (item[0], collide(LEG, pose, item[0]))
-
-    def prepare(shared, item):
-        return shared, (item[0], patch_of(item[0], pose))
-
-    _, items = each(near, touch, (), zip(edges, blank.manifolds, strict=True))
-    manifolds = items[0][1], items[1][1]
-
+def nearby(ground: tuple[Array, ...], leg: Leg) -> Nearby:
+    edges, even_right = edges_below(ground, leg.body.pose.position[0])
     inside = tuple(meets_fence(leg.fence, edge) for edge in edges)
     fresh = tuple(within & (age == 0) for within, age in zip(inside, leg.ages, strict=True))
     later = even_right, ~even_right  # of two that come near at once, the right one
@@ -905,6 +865,14 @@ def found(ground: tuple[Array, ...], near: Condition, leg: Leg, blank: Footing) 
         )
         for i in (0, 1)
     )
+    return Nearby(edges, even_right, ages)
+
+
+def found(ground: tuple[Array, ...], leg: Leg) -> Footing:
+    """Where a leg stands (b2ContactManager::Collide)."""
+    pose = leg.body.pose
+    edges, _, ages = nearby(ground, leg)
+    manifolds = together(lambda item: collide(LEG, *item), tuple((pose, edge) for edge in edges))
     odd_newer = ages[1] < ages[0]
     contacts = tuple(renewed(leg.contacts[i], manifolds[i], leg.grounded)[0] for i in (0, 1))
     flags = []
@@ -918,11 +886,11 @@ def found(ground: tuple[Array, ...], near: Condition, leg: Leg, blank: Footing) 
     edges, manifolds, contacts = choose(
         odd_first, (edges[::-1], manifolds[::-1], contacts[::-1]), (edges, manifolds, contacts)
     )
-    _, items = each(near, prepare, (), zip(manifolds, blank.patches, strict=True))
+    patches = together(lambda item: patch_of(*item), tuple((manifold, pose) for manifold in manifolds))
     return Footing(
         edges,
         manifolds,
-        (items[0][1], items[1][1]),
+        patches,
         contacts,
         odd_first,
         ages,
@@ -964,81 +932,54 @@ class Moving(NamedTuple):
 
     velocity: Velocity
     hinge: Hinge
-    impulses: tuple[Impulses, Impulses]
+    impulses: tuple[Impulses, ...]
 
 
-def settled(
-    masses: Sequence[HingeMasses],
-    patches: Sequence[tuple[Patch, Patch]],
-    depth: int,
-    hull: Velocity,
-    legs: tuple[Moving, Moving],
-    wanted: Array,
-) -> tuple[Velocity, tuple[Moving, Moving]]:
-    """All rounds of the velocity solver with the first `depth` contacts of either leg, as long as they change anything.
-
-    Box2D sees to both hinges first, then to the contacts; but a leg's contacts do not concern the other leg's hinge.
-    """
-
-    def leg_round(i: int, hull: Velocity, leg: Moving) -> tuple[Velocity, Moving]:
-        hinge, hull, velocity = held_together(LEG_SIDES[i], masses[i], leg.hinge, hull, leg.velocity)
-        impulses = list(leg.impulses)
-        for j in range(depth):
-            impulses[j], velocity = without_approach(patches[i][j], impulses[j], velocity)
-        return hull, Moving(velocity, hinge, (impulses[0], impulses[1]))
-
-    def one_round(carry):
-        count, hull, legs, _ = carry
-        new_hull, new_legs = hull, list(legs)
-        for i in (1, 0):
-            new_hull, (new_legs[i],) = each(lambda: count >= 0, partial(leg_round, i), new_hull, (legs[i],))
-        run = differs(hull, new_hull)
-        for old, new in zip(legs, new_legs, strict=True):
-            run = run | differs(old.velocity, new.velocity) | (jnp.abs(old.hinge.motor - new.hinge.motor) > SETTLED)
-        return count + 1, new_hull, (new_legs[0], new_legs[1]), wanted & run
-
-    carry = (jnp.int32(0), hull, legs, wanted)
-    return lax.while_loop(lambda carry: (carry[0] < VELOCITY_ITERATIONS) & some(carry[-1]), one_round, carry)[1:3]
+def velocity_round(
+    constants: tuple[Sequence[HingeMasses], Sequence[Sequence[Patch]]],
+    state: tuple[Velocity, tuple[Moving, Moving]],
+    run: Array,
+) -> tuple[tuple[Velocity, tuple[Moving, Moving]], Array]:
+    """Box2D sees to both hinges first, then to the contacts; but a leg's contacts do not concern the other's hinge."""
+    (masses, patches), (hull, legs) = constants, state
+    new_legs, goes_on = list(legs), run & False
+    for i in (1, 0):
+        hinge, hull, velocity = held_together(LEG_SIDES[i], masses[i], legs[i].hinge, hull, legs[i].velocity)
+        impulses = list(legs[i].impulses)
+        for j, patch in enumerate(patches[i]):
+            impulses[j], velocity = without_approach(patch, impulses[j], velocity)
+        new_legs[i] = Moving(velocity, hinge, tuple(impulses))
+        # A leg is so light that whatever is not settled turns it.
+        goes_on = goes_on | (jnp.abs(velocity.spin - legs[i].velocity.spin) > SETTLED)
+        goes_on = goes_on | (jnp.abs(hinge.motor - legs[i].hinge.motor) > SETTLED)
+    return (hull, (new_legs[0], new_legs[1])), run & goes_on
 
 
-def put_right(
-    sides: Sequence[Array],
-    manifolds: Sequence[tuple[Manifold, Manifold]],
-    hull: Pose,
-    legs: Sequence[Pose],
-    touching: Condition,
-    wanted: Array,
-) -> tuple[Pose, tuple[Pose, ...], Array]:
-    """All rounds of the position solver, and whether it got there."""
+def position_round(
+    constants: tuple[Sequence[Array], Sequence[Sequence[Manifold]]],
+    state: tuple[Pose, tuple[Pose, Pose], Array],
+    run: Array,
+) -> tuple[tuple[Pose, tuple[Pose, Pose], Array], Array]:
+    """Of the state the last is whether the poses are good enough."""
+    (sides, manifolds), (hull, legs, solved) = constants, state
+    new_hull, new_legs, good = hull, list(legs), run
+    for i in (0, 1):
+        for manifold in manifolds[i]:
+            new_legs[i], least = pushed_apart(manifold, new_legs[i], CORRECTION)
+            good = good & (least >= -3 * SLOP)
+    for i in (1, 0):
+        new_hull, new_legs[i], okay = put_together(LEG_SIDES[i], HINGE_LIMITS[i], sides[i], new_hull, new_legs[i])
+        good = good & okay
+    new_hull, new_legs = once((new_hull, new_legs))
+    # An angle often stays just past its slop, by less than a correction can change.
+    moves = shifted(hull, new_hull) | shifted(legs[0], new_legs[0]) | shifted(legs[1], new_legs[1])
+    poses = choose(run, (new_hull, (new_legs[0], new_legs[1])), (hull, legs))
+    return (*poses, solved | good), run & ~good & moves
 
-    def push(done: Array, item):
-        pose, manifolds = item
-        for manifold in manifolds:
-            pose, least = pushed_apart(manifold, pose, CORRECTION)
-            done = done & (least >= -3 * SLOP)
-        return done, (pose, manifolds)
 
-    def join(i: int, shared, leg: Pose):
-        hull, done = shared
-        hull, leg, okay = put_together(LEG_SIDES[i], HINGE_LIMITS[i], sides[i], hull, leg)
-        return (hull, done & okay), leg
-
-    def one_round(carry):
-        count, hull, legs, run = carry
-        done, items = each(touching, push, run, zip(legs, manifolds, strict=True))
-        new_hull, new_legs = hull, [pose for pose, _ in items]
-        for i in (1, 0):
-            (new_hull, done), (new_legs[i],) = each(
-                lambda: count >= 0, partial(join, i), (new_hull, done), (new_legs[i],)
-            )
-        return count + 1, *choose(run, (new_hull, tuple(new_legs)), (hull, legs)), run & ~done
-
-    _, hull, legs, left = lax.while_loop(
-        lambda carry: (carry[0] < POSITION_ITERATIONS) & some(carry[-1]),
-        one_round,
-        (jnp.int32(0), hull, tuple(legs), wanted),
-    )
-    return hull, legs, ~left
+def shifted(before: Pose, after: Pose) -> Array:
+    (x, y), angle = jax.tree.map(lambda a, b: jnp.abs(a - b) > UNMOVED, before, after)
+    return x | y | angle
 
 
 def fired(hull: Body, main: Array, side: Array, direction: Array, noise: tuple[Array, ...]) -> Velocity:
@@ -1079,60 +1020,22 @@ def hinged(limits: tuple[float, float], hull: Pose, leg: Leg) -> Hinge:
 
 
 def advanced(
-    hull: Body, legs: tuple[Leg, Leg], ground: tuple[Array, ...], going: Array, airborne: bool
+    loops: Loops, hull: Body, legs: tuple[Leg, Leg], ground: tuple[Array, ...], going: Array, airborne: bool
 ) -> tuple[Body, tuple[Leg, Leg], Array, Array]:
     """Bodies one time step on (b2World::Step), whether the hull met the ground, and whether all fell asleep.
 
     Where it is known that all are `airborne`, nothing is compiled for the ground.
     """
-    low = going & (hull.pose.position[1] < NEAR_GROUND - smallest(tuple(-height for height in ground))[0])
-
-    near = None if airborne else lambda: some(low)
-
-    def stand(shared, item):
-        leg, blank = item
-        return shared, (leg, found(ground, near, leg, blank))
-
-    def crash(shared, edge: Edge):
-        start, end, wanted, crashed = shared
-        hit, share = impact(HULL, start, end, edge, wanted)
-        share = jnp.where(hit & (share < LAST_IMPACT), share, 0.0)
-        crashed = crashed | (wanted & (collide(HULL, between(start, end, share), edge).keys[0] >= 0))
-        return (start, end, wanted, crashed), edge
-
-    def land(shared, item):
-        leg, start, footing = item
-        zero = jnp.zeros_like(leg.grounded)
-        course = Course(
-            start,
-            leg.body.pose,
-            leg.body.velocity,
-            footing.contacts,
-            leg.grounded,
-            zero,
-            (zero, zero),
-            (going, going),
-            shared,
-        )
-        course = impacts(footing.edges, course)
-        contacts = choose(footing.odd_first, course.contacts[::-1], course.contacts)
-        body = Body(course.end, course.velocity, leg.body.rest)
-        fence = fenced(leg.fence, start, leg.body.pose)
-        return shared, (Leg(body, leg.hinge, contacts, footing.ages, fence, course.grounded), start, footing)
-
-    _, items = each(near, stand, (), ((leg, no_footing(leg.grounded)) for leg in legs))
-    footings = tuple(footing for _, footing in items)
-
+    footings = () if airborne else together(partial(found, ground), legs)
     hull_velocity = falling(hull.velocity)
     masses, moving = [], []
-    for i, (leg, footing) in enumerate(zip(legs, footings, strict=True)):
-        velocity = falling(leg.body.velocity)
-        impulses = (
-            in_solver(footing.patches[0], footing.contacts[0]),
-            in_solver(footing.patches[1], footing.contacts[1]),
-        )
-        for patch, kept in zip(footing.patches, impulses, strict=True):
-            velocity = warmed(patch, kept, velocity)
+    for i, leg in enumerate(legs):
+        velocity, impulses = falling(leg.body.velocity), ()
+        if footings:
+            patches = footings[i].patches
+            impulses = tuple(map(in_solver, patches, footings[i].contacts))
+            for patch, kept in zip(patches, impulses, strict=True):
+                velocity = warmed(patch, kept, velocity)
         masses.append(hinge_masses(LEG_SIDES[i], hull.pose, leg.body.pose))
         moving.append(Moving(velocity, hinged(HINGE_LIMITS[i], hull.pose, leg), impulses))
     for i in (1, 0):
@@ -1141,33 +1044,32 @@ def advanced(
             masses[i], hull_velocity, moving[i].velocity, hinge.linear, hinge.motor + hinge.limit
         )
         moving[i] = moving[i]._replace(velocity=velocity)
-    touching = tuple(
-        going & ((footings[0].contacts[j].keys[0] >= 0) | (footings[1].contacts[j].keys[0] >= 0)) for j in (0, 1)
-    )
-    # One of three ways, by what the batch needs.
-    ways = (
-        lambda: some(going) & ~some(touching[0]),
-        None if airborne else lambda: some(touching[0]) & ~some(touching[1]),
-        None if airborne else lambda: some(touching[1]),
-    )
-    patches = tuple(footing.patches for footing in footings)
-    moving = moving[0], moving[1]
-    for depth, way in enumerate(ways):
-
-        def settle(shared, item, depth: int = depth):
-            # From the item alone: work that no turn changes, XLA would take out of the loop and do in any case.
-            velocity, legs_now = item
-            return shared, settled(masses, patches, depth, velocity, legs_now, going)
-
-        _, ((hull_velocity, moving),) = each(way, settle, (), ((hull_velocity, moving),))
-
-    hull_pose, leg_poses, solved = put_right(
-        tuple(leg.hinge.side for leg in moving),
-        tuple(footing.manifolds for footing in footings),
-        moved(hull.pose, hull_velocity, TIME_STEP),
-        tuple(moved(leg.body.pose, move.velocity, TIME_STEP) for leg, move in zip(legs, moving, strict=True)),
-        None if airborne else lambda: some(touching[0]),
+    patches, manifolds = ((), ()), ((), ())
+    if footings:
+        patches, manifolds = (
+            tuple(getattr(footing, name) for footing in footings) for name in ("patches", "manifolds")
+        )
+    (hull_velocity, moving), _ = loops.rounds(
+        velocity_round,
+        VELOCITY_ITERATIONS,
+        (tuple(masses), patches),
+        (hull_velocity, (moving[0], moving[1])),
         going,
+        USUAL_VELOCITY_ITERATIONS,
+        CHUNK,
+    )
+
+    sides = tuple(leg.hinge.side for leg in moving)
+    leg_poses = tuple(moved(leg.body.pose, move.velocity, TIME_STEP) for leg, move in zip(legs, moving, strict=True))
+    state = moved(hull.pose, hull_velocity, TIME_STEP), (leg_poses[0], leg_poses[1]), going & False
+    (hull_pose, leg_poses, solved), _ = loops.rounds(
+        position_round,
+        POSITION_ITERATIONS,
+        (sides, manifolds),
+        state,
+        going,
+        USUAL_POSITION_ITERATIONS,
+        CHUNK,
     )
     new_hull = rested(Body(hull_pose, hull_velocity, hull.rest))
     bodies = tuple(
@@ -1176,20 +1078,77 @@ def advanced(
     )
     least = jnp.minimum(new_hull.rest, jnp.minimum(bodies[0].rest, bodies[1].rest))
     asleep = (least >= TIME_TO_SLEEP) & solved
-
-    awake = low & ~asleep
-    hull_edges, _ = edges_below(ground, hull.pose.position[0])
-    shared = hull.pose, new_hull.pose, awake, jnp.zeros_like(going)
-    (*_, crashed), _ = each(near, crash, shared, hull_edges)
-    items = []
-    for leg, body, move, footing in zip(legs, bodies, moving, footings, strict=True):
-        contacts = tuple(map(remembered, footing.patches, footing.contacts, move.impulses))
-        new = Leg(body, move.hinge, leg.contacts, leg.ages, leg.fence, footing.grounded)
-        items.append((new, leg.body.pose, footing._replace(contacts=contacts)))
-    _, items = each(near, land, awake, items)
-    new_legs = items[0][0], items[1][0]
     stopped = choose(asleep, jax.tree.map(jnp.zeros_like, hull_velocity), hull_velocity)
-    return Body(new_hull.pose, stopped, new_hull.rest), new_legs, crashed, asleep
+    new_hull = new_hull._replace(velocity=stopped)
+
+    if airborne:
+        ages = tuple(nearby(ground, leg).ages for leg in legs)
+        new_legs = tuple(
+            Leg(body, move.hinge, leg.contacts, age, fenced(leg.fence, leg.body.pose, body.pose), leg.grounded)
+            for leg, body, move, age in zip(legs, bodies, moving, ages, strict=True)
+        )
+        return new_hull, (new_legs[0], new_legs[1]), jnp.zeros_like(going), asleep
+
+    awake = going & ~asleep
+    crashed = crashes(loops, ground, hull.pose, new_hull.pose, awake)
+
+    def prepared(item):
+        leg, body, move, footing = item
+        contacts = tuple(map(remembered, footing.patches, footing.contacts, move.impulses))
+        zero, on = jnp.zeros_like(leg.grounded), leg.grounded >= 0
+        poses = leg.body.pose, body.pose
+        return Course(
+            *poses, body.velocity, (contacts[0], contacts[1]), footing.grounded, zero, (zero, zero), (on, on), awake
+        )
+
+    items = tuple(zip(legs, bodies, moving, footings, strict=True))
+    courses = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(prepared(item) for item in items))
+    edges = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(footing.edges for footing in footings))
+    clear = together(lambda edge: out_of_reach(LEG, courses.start, courses.end, edge, IMPACT_DISTANCE), edges)
+    courses = loops.few(awake & ~(clear[0] & clear[1]), partial(impacts, loops), (edges, courses), courses, CHUNK)
+    new_legs = []
+    for i, (leg, body, move, footing) in enumerate(items):
+        course = jax.tree.map(itemgetter(i), courses)
+        contacts = choose(footing.odd_first, course.contacts[::-1], course.contacts)
+        fence = fenced(leg.fence, leg.body.pose, body.pose)
+        body = Body(course.end, course.velocity, body.rest)
+        new_legs.append(Leg(body, move.hinge, contacts, footing.ages, fence, course.grounded))
+    return new_hull, (new_legs[0], new_legs[1]), crashed, asleep
+
+
+def crashes(loops: Loops, ground: tuple[Array, ...], start: Pose, end: Pose, wanted: Array) -> Array:
+    """Whether the hull meets the ground on its way."""
+
+    def crash(wanted: Array, edge: Edge, start: Pose, end: Pose) -> Array:
+        hit, share = loops.looped(partial(impact, HULL), start, end, edge, wanted)
+        share = jnp.where(hit & (share < LAST_IMPACT), share, 0.0)
+        return wanted & (collide(HULL, between(start, end, share), edge).keys[0] >= 0)
+
+    def on_edge(item: Any) -> Array:
+        edge, start, end, wanted = item
+        wanted = wanted & ~out_of_reach(HULL, start, end, edge, THICKNESS)
+        return loops.few(wanted, crash, (edge, start, end), wanted & False, CHUNK)
+
+    edges, _ = edges_below(ground, start.position[0])
+    first, second = together(on_edge, tuple((edge, start, end, wanted) for edge in edges))
+    return first | second
+
+
+def out_of_reach(shape: Shape, start: Pose, end: Pose, edge: Edge, distance: float) -> Array:
+    """Whether it is plain that a polygon on its way keeps a distance to an edge: it stays above it, or to one side."""
+    above, left, right = [], [], []
+    for pose in (start, end):
+        rotation = pose.rotation()
+        centre = minus(pose.position, edge.start)
+        normal = turned_back(rotation, edge.normal)
+        above.append(smallest([dot(normal, corner) for corner in shape.corners])[0] + dot(edge.normal, centre))
+        across = [turned(rotation, corner)[0] for corner in shape.corners]
+        left.append(smallest(across)[0] + centre[0] - SPACING)
+        right.append(smallest([-x for x in across])[0] - centre[0])
+    # Between start and end, a corner that turns strays from the straight line by this much.
+    turn = end.angle - start.angle
+    far = distance + SLOP / 2 + max(sqrt(x * x + y * y) for x, y in shape.corners) * turn * turn / 8
+    return (jnp.minimum(*above) > far) | (jnp.minimum(*left) > far) | (jnp.minimum(*right) > far)
 
 
 def seen(hull: Body, legs: tuple[Leg, Leg]) -> tuple[Array, ...]:
@@ -1266,7 +1225,7 @@ class LunarLander(Component):
         hull = body(WIDTH / 2 + HULL.centre[0], HEIGHT + HULL.centre[1], 0.0, pushed)
         state = State(hull, (legs[0], legs[1]), ground, zero, zero)
         action = (zero,) * (2 if isinstance(self.action_space, Box) else 1)
-        return self.following(state, action, noise, airborne=True)[0]
+        return self.following(Loops(in_kernels=False), True, zero == 0, state, action, noise)[0]
 
     def engines(self, action: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         """Power of the main engine, power of the side engines, and which of these: −1 left, 1 right."""
@@ -1283,16 +1242,44 @@ class LunarLander(Component):
 
     def step(self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]) -> tuple[State, Array, Array]:
         """The next state, the reward and whether the episode ended there; two draws of `noise` sway the engines."""
-        return self.following(state, action, noise, airborne=False)
+
+        def in_chunks(state: State, *given: Any) -> tuple[State, Array, Array]:
+            loops, going = Loops(in_kernels=False), state.ended == 0
+            if state.ended.size <= LARGE_CHUNK:
+                return self.following(loops, False, going, state, *given)
+            high, given = self.easy(state), (state, *given)
+            result = state, jnp.zeros_like(state.shaping), ~going
+            result = loops.few(high & going, partial(self.following, loops, True), given, result, LARGE_CHUNK)
+            return loops.few(~high & going, partial(self.following, loops, False), given, result, LARGE_CHUNK)
+
+        def in_kernels(state: State, *given: Any) -> tuple[State, Array, Array]:
+            return self.following(Loops(in_kernels=True), False, state.ended == 0, state, *given)
+
+        return lax.platform_dependent(state, action, noise, cuda=in_kernels, default=in_chunks)
+
+    def easy(self, state: State) -> Array:
+        """Where nothing can meet the ground within a step."""
+        high = state.ended == 0
+        for body, reach in ((state.hull, HULL_REACH), *((leg.body, LEG_REACH) for leg in state.legs)):
+            (x, y), (x_speed, y_speed) = body.pose.position, body.velocity.linear
+            # The engines and the other bodies may change the speed by some metres a second.
+            wide, low = (reach + ROOM + TIME_STEP * jnp.abs(speed) for speed in (x_speed, y_speed))
+            high = high & (y - low > highest(state.ground, x - wide, x + wide))
+        return high
 
     def following(
-        self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...], airborne: bool
+        self,
+        loops: Loops,
+        airborne: bool,
+        going: Array,
+        state: State,
+        action: tuple[Array, ...],
+        noise: tuple[Array, ...],
     ) -> tuple[State, Array, Array]:
-        """The same, at less cost where it is known that all are `airborne`."""
-        going = state.ended == 0
+        """The same, at less cost where it is known that all are `airborne`; nothing happens but to those `going`."""
         main, side, direction = self.engines(action)
         hull = Body(state.hull.pose, fired(state.hull, main, side, direction, noise), state.hull.rest)
-        hull, legs, crashed, asleep = advanced(hull, state.legs, state.ground, going, airborne)
+        hull, legs, crashed, asleep = advanced(loops, hull, state.legs, state.ground, going, airborne)
         observation = seen(hull, legs)
         shaping = potential(observation)
         reward = shaping - state.shaping - 0.3 * main - 0.03 * side
@@ -1300,11 +1287,7 @@ class LunarLander(Component):
         reward = jnp.where(asleep, 100.0, jnp.where(lost, -100.0, reward))
         ended = lost | asleep
         following = State(hull, legs, state.ground, shaping, jnp.where(ended, 1.0, 0.0))
-        return (
-            choose(going, following, state),
-            jnp.where(going, reward, 0.0),
-            ended | ~going,
-        )
+        return choose(going, following, state), jnp.where(going, reward, 0.0), ended | ~going
 
 
 class LunarLanderContinuous(LunarLander):
