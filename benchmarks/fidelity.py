@@ -1,9 +1,8 @@
-"""How like Gymnasium's LunarLander ours is, and how fast.
+"""How like Gymnasium's LunarLander ours is.
 
     python benchmarks/fidelity.py paired --policy random        # from Gymnasium's first states, with its chance
     python benchmarks/fidelity.py paired --policy heuristic     # Gymnasium's controller, closed loop on either side
     python benchmarks/fidelity.py independent                   # two samples of random play, each with its own chance
-    python benchmarks/fidelity.py speed                         # steps per second of one jitted block, random play
     python benchmarks/fidelity.py record                        # Gymnasium's episodes for the tests
 
 Each prints a Markdown table. Baseline: Gymnasium itself, one environment at a time.
@@ -148,29 +147,9 @@ def independent(number: int, batch: int) -> None:
         print(f"| {name} | {one} | {other} | {(other - one) / error:+.1f} σ |", flush=True)
 
 
-def speed() -> None:
-    started, steps = time.perf_counter(), 0
-    for _, length, _ in gymnasium_at_random(100):
-        steps += length
-    baseline = steps / (time.perf_counter() - started)
-    print(f"\nGymnasium: {baseline:,.0f} steps/s\n")
-    print("| block | steps/s | × Gymnasium | seconds to compile |\n|---:|---:|---:|---:|")
-    for batch in (64, 256):
-        started = time.perf_counter()
-        play_on.lower(
-            RESET(jax.random.split(jax.random.key(0), batch)), jax.random.split(jax.random.key(0), 50)
-        ).compile()
-        compiled = time.perf_counter() - started
-        list(ours_at_random(batch, batch))
-        started = time.perf_counter()
-        steps = sum(length for _, length, _ in ours_at_random(batch, batch))
-        rate = steps / (time.perf_counter() - started)
-        print(f"| {batch} | {rate:,.0f} | {rate / baseline:.2f} | {compiled:.0f} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("paired", "independent", "speed", "record"))
+    parser.add_argument("what", choices=("paired", "independent", "record"))
     parser.add_argument("--policy", choices=("random", "heuristic"), default="random")
     parser.add_argument("--number", type=int)
     parser.add_argument("--batch", type=int, default=250)
@@ -179,8 +158,6 @@ def main() -> None:
         paired(arguments.policy, arguments.number or 1000, arguments.batch)
     elif arguments.what == "independent":
         independent(arguments.number or 5000, arguments.batch)
-    elif arguments.what == "speed":
-        speed()
     else:
         record()
 

@@ -1,9 +1,11 @@
-"""How fast tasks are played: whole episodes of uniformly random actions.
+"""How fast tasks are played, with uniformly random actions.
 
     python benchmarks/tasks.py cpu     # ours, EnvPool and Gymnasium, on all cores of this machine
-    python benchmarks/tasks.py gpu     # ours at 1,024, 13,000 and 100,000 environments
+    python benchmarks/tasks.py gpu     # ours at 1,024, 12,992 and 100,000 environments
 
-A step counts where an episode is still under way. Times are the best of several, after compilation.
+Stepping: an environment whose episode ends begins again (ours: from its own first state), so that all steps count;
+after a warm-up in which their episodes fall out of step. Whole episodes: what a rollout does; it goes on until the last
+episode has ended, and a step counts where an episode is still under way. Best of several, after compilation.
 """
 
 import argparse
@@ -11,10 +13,12 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from byzpg.envs import ENVIRONMENTS, Environment
@@ -22,6 +26,7 @@ from byzpg.policies import policy_for
 from byzpg.rollouts import rollout
 
 TASKS = ("CartPole-v1", "LunarLander-v3")
+STEPS, WARM_UP = 50, 400
 SECONDS = 5.0  # of play for each measurement of another library
 
 
@@ -35,19 +40,24 @@ def best_rate(play: Callable[[], float], repetitions: int = 3) -> float:
     return max(rates)
 
 
-def ours(env: Environment, num_agents: int, num_episodes: int) -> tuple[Callable[[], float], float]:
-    """A play of num_agents × num_episodes episodes, dealt to all devices; and the seconds its compilation took."""
-    policy = policy_for("auto", env.observation_size, env.action_space, hidden=())
-    devices = Mesh(np.asarray(jax.local_devices()), "agent")
+def dealt(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Compiled for all devices, each with its share of the leading axis."""
+    devices, share = Mesh(np.asarray(jax.local_devices()), "agent"), PartitionSpec("agent")
+    return jax.jit(jax.shard_map(function, mesh=devices, in_specs=share, out_specs=share, check_vma=False))
 
-    @jax.jit
-    @partial(
-        jax.shard_map,
-        mesh=devices,
-        in_specs=PartitionSpec("agent"),
-        out_specs=PartitionSpec("agent"),
-        check_vma=False,
-    )
+
+def timed(play: Callable[[], float]) -> tuple[Callable[[], float], float]:
+    """The play, and the seconds its first time took."""
+    started = time.perf_counter()
+    play()
+    return play, time.perf_counter() - started
+
+
+def whole_episodes(env: Environment, num_agents: int, num_episodes: int) -> tuple[Callable[[], float], float]:
+    """A play of num_agents × num_episodes episodes, and the seconds its compilation took."""
+    policy = policy_for("auto", env.observation_size, env.action_space, hidden=())
+
+    @dealt
     def lengths(keys: jax.Array) -> jax.Array:
         parameters = jnp.zeros((len(keys), policy.dimension))
         return rollout(env, policy, parameters, keys, num_episodes=num_episodes, horizon=env.horizon).lengths
@@ -55,12 +65,46 @@ def ours(env: Environment, num_agents: int, num_episodes: int) -> tuple[Callable
     calls = iter(range(1_000_000))
 
     def play() -> float:
-        keys = jax.random.split(jax.random.key(next(calls)), num_agents)
-        return float(np.sum(lengths(keys)))
+        return float(np.sum(lengths(jax.random.split(jax.random.key(next(calls)), num_agents))))
 
-    started = time.perf_counter()
-    play()
-    return play, time.perf_counter() - started
+    return timed(play)
+
+
+def stepping(env: Environment, num_envs: int) -> tuple[Callable[[], float], float]:
+    """A play of STEPS steps of so many environments, and the seconds its compilation took."""
+
+    @dealt
+    def first(keys: jax.Array) -> Any:
+        return jax.vmap(env.reset)(keys)
+
+    @dealt
+    def go_on(first: Any, state: Any, keys: jax.Array) -> Any:
+        def step(state: Any, key: jax.Array) -> tuple[Any, None]:
+            action_key, noise_key = jax.random.split(key)
+            size = jax.tree.leaves(state)[0].shape
+            action = env.action_space.uniform(jax.random.uniform(action_key, (*size, env.action_space.size)))
+            noise = tuple(jax.random.uniform(noise_key, (env.noise_size, *size)))
+            following, _, ended = env.step(state, env.action_space.numbers(action), noise)
+            return jax.tree.map(partial(jnp.where, ended), first, following), None
+
+        return lax.scan(step, state, jax.random.split(keys[0], STEPS))[0]
+
+    def keys(seed: int, number: int) -> jax.Array:
+        return jax.random.split(jax.random.key(seed), number)
+
+    start = first(keys(0, num_envs))
+    kept = {"state": start, "seed": 0}
+
+    def play() -> float:
+        kept["seed"] += 1
+        kept["state"] = go_on(start, kept["state"], keys(kept["seed"], jax.local_device_count()))
+        jax.block_until_ready(kept["state"])
+        return float(STEPS * num_envs)
+
+    play, seconds = timed(play)
+    for _ in range(WARM_UP // STEPS):
+        play()
+    return play, seconds
 
 
 def envpool_steps(name: str, num_envs: int) -> float:
@@ -96,28 +140,34 @@ def gymnasium_steps(name: str) -> float:
 
 
 def on_cpu() -> None:
-    print("| task | ours, steps/s | compile, s | EnvPool | Gymnasium | × EnvPool | × Gymnasium |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print("| task | stepping, steps/s | compile, s | whole episodes | EnvPool | Gymnasium | × EnvPool | × Gymnasium |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in TASKS:
-        play, seconds = ours(ENVIRONMENTS[name](), 64, 64)
+        play, seconds = stepping(ENVIRONMENTS[name](), 4096)
         rate = best_rate(play)
+        episodes = best_rate(whole_episodes(ENVIRONMENTS[name](), 64, 64)[0])
         pool = max(envpool_steps(name, num_envs) for num_envs in (64, 1024))
         plain = gymnasium_steps(name)
         print(
-            f"| {name} | {rate:,.0f} | {seconds:.0f} | {pool:,.0f} | {plain:,.0f} | {rate / pool:.1f} "
-            f"| {rate / plain:,.0f} |",
+            f"| {name} | {rate:,.0f} | {seconds:.0f} | {episodes:,.0f} | {pool:,.0f} | {plain:,.0f} "
+            f"| {rate / pool:.1f} | {rate / plain:,.0f} |",
             flush=True,
         )
 
 
 def on_gpu() -> None:
     print(f"{jax.devices()[0].device_kind}\n")
-    print("| task | environments | million steps/s | compile, s |")
-    print("|---|---:|---:|---:|")
+    print("| task | environments | stepping, million steps/s | compile, s | whole episodes, million steps/s |")
+    print("|---|---:|---:|---:|---:|")
     for name in TASKS:
         for num_agents in (32, 406, 3125):
-            play, seconds = ours(ENVIRONMENTS[name](), num_agents, 32)
-            print(f"| {name} | {num_agents * 32:,} | {best_rate(play) / 1e6:.2f} | {seconds:.0f} |", flush=True)
+            play, seconds = stepping(ENVIRONMENTS[name](), num_agents * 32)
+            rate = best_rate(play)
+            episodes = best_rate(whole_episodes(ENVIRONMENTS[name](), num_agents, 32)[0])
+            print(
+                f"| {name} | {num_agents * 32:,} | {rate / 1e6:.2f} | {seconds:.0f} | {episodes / 1e6:.2f} |",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -126,6 +126,28 @@ def longer() -> gymnasium.Env:
     return Longer()
 
 
+class Spoilt(Corridor):
+    """Pays, or shows, what is no number."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward, *rest = super().step(action)
+        if self.what == "reward":
+            return observation, np.nan, *rest
+        return observation + np.inf, reward, *rest
+
+
+def unpaid() -> gymnasium.Env:
+    return Spoilt("reward")
+
+
+def unseen() -> gymnasium.Env:
+    return Spoilt("observation")
+
+
 ONE = Corridor()
 
 

@@ -127,6 +127,8 @@ def test_bad_names_and_tasks_are_one_clear_error(name: str) -> None:
     [
         ("always_another", r"is not one task: its first environment had 2 observations and actions Discrete\("),
         ("growing", r"is not one task: its first environment had 2 observations and actions Discrete\("),
+        ("unpaid", "gave the reward nan: every number must be finite"),
+        ("unseen", "gave the observation inf: every number must be finite"),
         ("longer", r"gave an observation of shape \(3,\), where its space says \(2,\)"),
         ("the_same", "must make a new environment each time"),
         ("the_same_wrapped", "must make a new environment each time"),
@@ -376,6 +378,27 @@ def test_resumed_to_the_bit_on_envpool_and_played(tmp_path: Path) -> None:
     returns, frames = play.evaluate(whole.policy(), whole.settings, 2, 0, False)
     assert frames == []
     assert len(set(returns)) == 2
+
+
+def test_peers_without_a_server_agree_on_a_continuous_task_of_envpool() -> None:
+    config = Config(
+        env="envpool:Pendulum-v1",
+        algorithm="DecByzPG",
+        num_agents=5,
+        num_byzantine=1,
+        attack="LargeNoise",
+        hidden=(8,),
+        horizon=40,
+        large_batch=8,
+        small_batch=4,
+        trajectories=24,
+    )
+    run = train(config)
+    before, after = run.metrics["diameter_before"][0], run.metrics["diameter_after"][0]
+    assert np.all(before > 0)
+    assert np.all(after < before)
+    assert np.all(np.isfinite(run.parameters["last"]))
+    assert np.all(run.metrics["environment_steps"][0, run.large] == 5 * 8 * 40)
 
 
 def test_skipped_entries_and_the_output() -> None:

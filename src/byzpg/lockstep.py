@@ -62,7 +62,7 @@ def _play_on_host(
         return rows.reshape(*shape, *rows.shape[1:])
 
     with task.stage(num_rows) as stage:
-        seen = stage.reset(np.asarray(_seeds(keys, num_episodes)).reshape(-1))
+        seen = _finite(task, "observation", stage.reset(np.asarray(_seeds(keys, num_episodes)).reshape(-1)))
         noise = mischief = None
         for time in range(clock.horizon):
             piece, within = divmod(time, clock.piece)
@@ -78,9 +78,11 @@ def _play_on_host(
                 action,
                 log_probability,
             )
-            seen[live], rewards[live, time], terminated, truncated = stage.step(live, action)
+            outcome = stage.step(live, action)
+            seen[live] = _finite(task, "observation", outcome.observations)
+            rewards[live, time] = _finite(task, "reward", outcome.rewards)
             lengths[live] += 1
-            live = live[~(terminated | truncated)]
+            live = live[~(outcome.terminated | outcome.truncated)]
             if not len(live):
                 break
     paid = jnp.asarray(by_agent(rewards))
@@ -93,6 +95,16 @@ def _play_on_host(
         returns=jnp.sum(paid, axis=2),
         steps=jnp.asarray(np.max(lengths)),
     )
+
+
+def _finite(task: HostTask, what: str, values: np.ndarray) -> np.ndarray:
+    """The same; one number that is none would spoil every gradient after it."""
+    if not np.all(np.isfinite(values)):
+        raise ValueError(
+            f"{task.name} gave the {what} {values[~np.isfinite(values)][0]}: every number must be finite. Mend the "
+            "task, or put a wrapper around it that replaces such numbers."
+        )
+    return values
 
 
 @partial(jax.jit, static_argnames="policy")

@@ -24,6 +24,7 @@ from byzpg.components import Component, nearest
 from byzpg.spaces import Box, Discrete, Space
 
 EXTRAS = {"gymnasium": "Gymnasium", "envpool": "EnvPool"}
+NO_LIMIT = 2**31 - 1  # what EnvPool says of tasks that do not end by themselves
 
 
 class Outcome(NamedTuple):
@@ -311,7 +312,8 @@ def _pool_description(name: str, task_id: str) -> HostTask:
         spaces = (spec.gymnasium_observation_space, spec.gymnasium_action_space)
     if spec.config.max_num_players > 1:
         raise ValueError(f"{name} is a game of {spec.config.max_num_players} players: byzpg takes tasks of one.")
-    return _described(name, *spaces, spec.config.max_episode_steps, spec.reward_threshold)
+    limit = spec.config.max_episode_steps
+    return _described(name, *spaces, None if limit >= NO_LIMIT else limit, spec.reward_threshold)
 
 
 @contextmanager

@@ -1,0 +1,55 @@
+"""Continuous control: DecByzPG with Gaussian policies on Pendulum-v1 (JAX) and on a MuJoCo task of EnvPool.
+
+    python benchmarks/continuous.py        # some six minutes on two cores
+
+Prints the table and writes the picture of docs/results/continuous.md.
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from byzpg import Config, figures, train
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+RUNS = {
+    "Pendulum-v1, 13 agents, 3 Byzantine (AvgZero)": Config(
+        env="Pendulum-v1", attack="AvgZero", num_seeds=3, seed=200, trajectories=4000
+    ),
+    "envpool:InvertedPendulum-v5, 5 agents, 1 Byzantine (LargeNoise)": Config(
+        env="envpool:InvertedPendulum-v5",
+        num_agents=5,
+        num_byzantine=1,
+        attack="LargeNoise",
+        num_seeds=3,
+        seed=200,
+        trajectories=1000,
+        large_batch=20,
+        switch_probability=1.0,
+        step_size=1e-2,
+        hidden=(32, 32),
+        activation="tanh",
+        discount=0.99,
+    ),
+}
+
+
+def main() -> None:
+    print("| run | first return | last tenth | trajectories per agent | seconds |")
+    print("|---|---:|---:|---:|---:|")
+    for name, config in RUNS.items():
+        started = time.perf_counter()
+        run = train(config)
+        late = run.returns[:, run.trajectories > 0.9 * run.trajectories[-1]].mean(axis=1)
+        print(
+            f"| {name} | {run.returns[:, 0].mean():.0f} | {late.mean():.0f} ± {np.std(late, ddof=1):.0f} "
+            f"| {run.trajectories[-1]:,} | {time.perf_counter() - started:.0f} |",
+            flush=True,
+        )
+        picture = figures.learning_curves([figures.Curve("DecByzPG", run.trajectories, run.returns)], name)
+        figures.save(picture, RESULTS / f"continuous-{config.env.rpartition(':')[2]}.png")
+
+
+if __name__ == "__main__":
+    main()
