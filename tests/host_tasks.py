@@ -134,10 +134,12 @@ class Spoilt(Corridor):
         self.what = what
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, reward, *rest = super().step(action)
+        observation, reward, terminated, truncated, info = super().step(action)
         if self.what == "reward":
-            return observation, np.nan, *rest
-        return observation + np.inf, reward, *rest
+            reward = np.nan
+        else:
+            observation = observation + np.inf
+        return observation, reward, terminated, truncated, info
 
 
 def unpaid() -> gymnasium.Env:

@@ -177,18 +177,19 @@ def operations(jaxpr: Any, in_condition: bool = False) -> list[tuple[str, bool]]
 
 def arrays_of(kind: Any) -> Any:
     """The fields of a NamedTuple as arrays of one shape."""
-    batch = jax.ShapeDtypeStruct((5,), jnp.float32)
+    batch: Any = jax.ShapeDtypeStruct((5,), jnp.float32)
+    mask: Any = jax.ShapeDtypeStruct((5,), bool)
     pair = batch, batch
-    patch = Patch(pair, pair, pair, pair, pair, (batch,) * 3, batch, jax.ShapeDtypeStruct((5,), bool))
+    patch = Patch(pair, pair, pair, pair, pair, (batch,) * 3, batch, mask)
     pose, velocity, hinge = Pose(pair, batch), Velocity(pair, batch), Hinge(pair, batch, batch, batch)
-    manifold = Manifold(jax.ShapeDtypeStruct((5,), bool), pair, pair, (pair, pair), pair)
+    manifold = Manifold(mask, pair, pair, (pair, pair), pair)
     masses = HingeMasses(pair, pair, pair, (batch,) * 3, (batch,) * 6, pair)
     moving = Moving(velocity, hinge, (Impulses(pair, pair),) * 2)
     return {
         velocity_round: (((masses, masses), ((patch, patch),) * 2), (velocity, (moving, moving))),
         position_round: (
             (pair, ((manifold, manifold),) * 2),
-            (pose, (pose, pose), jax.ShapeDtypeStruct((5,), bool)),
+            (pose, (pose, pose), mask),
         ),
         impact: (pose, pose, Edge(pair, pair, pair)),
     }[kind]

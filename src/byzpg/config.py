@@ -91,7 +91,7 @@ PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
         "CartPole-v1": {"large_batch": 30},
         "LunarLander-v3": {"large_batch": 45, "switch_probability": 1.0, "step_size": 3e-3},
-        "Pendulum-v1": {"large_batch": 20, "switch_probability": 1.0, "step_size": 1e-2},
+        "Pendulum-v1": {"large_batch": 20, "switch_probability": 1.0, "discount": 0.99},
     },
     "paper": {"LunarLander-v3": {"step_size": 1e-3}},
     "theory": {},
