@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.utils.seeding import np_random
 
-from byzpg.envs.lunar_lander import Body, Contact, Hinge, Leg, LunarLander, Pose, State, Velocity
+from byzpg.envs.box2d import Contact, Pose, Velocity
+from byzpg.envs.lunar_lander import Body, Hinge, Leg, LunarLander, State
 from byzpg.files import write_atomically
 
 HORIZON = LunarLander.horizon

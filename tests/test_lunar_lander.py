@@ -12,23 +12,34 @@ import pytest
 from gymnasium_lander import RECORDED, Episode, draws, first_touch, outcome, recorded, replay
 
 from byzpg import envs
-from byzpg.envs.loops import Loops
-from byzpg.envs.lunar_lander import (
-    LARGE_CHUNK,
-    LEG,
+from byzpg.envs.box2d import (
+    IMPACT_DISTANCE,
+    THICKNESS,
     Edge,
-    Hinge,
-    HingeMasses,
     Impulses,
-    LunarLander,
-    LunarLanderContinuous,
     Manifold,
-    Moving,
     Patch,
     Pose,
-    State,
+    Shape,
     Velocity,
+    collide,
     impact,
+    out_of_reach,
+    patch_of,
+)
+from byzpg.envs.loops import Loops
+from byzpg.envs.lunar_lander import (
+    HULL,
+    LARGE_CHUNK,
+    LEG,
+    Hinge,
+    HingeMasses,
+    LunarLander,
+    LunarLanderContinuous,
+    Moving,
+    State,
+    highest,
+    hinge_masses,
     position_round,
     velocity_round,
 )
@@ -204,6 +215,97 @@ def test_what_runs_in_kernels_is_elementwise_but_for_the_conditions_of_loops(fun
     assert {"mul", "select_n"} <= names
     assert not [name for name in names if any(part in name for part in ACROSS)]
     assert {in_condition for name, in_condition in found if "reduce" in name} <= {True}
+
+
+def flush_legs(tilts: np.ndarray, velocity: Velocity) -> tuple[Any, Any]:
+    """Both legs flat on slopes of these tilts, mirrored, their motors spent: what the velocity solver gets."""
+    rng, zero = np.random.default_rng(3), np.zeros_like(tilts)
+    masses, patches, moving = [], [], []
+    hull = Pose((zero, zero), zero)
+    for side, tilt in zip((-1.0, 1.0), (tilts, -tilts), strict=True):
+        pose = Pose((zero - side * 0.7, zero - 0.9), tilt)
+        normal = -np.sin(tilt), np.cos(tilt)
+        bottom = pose.point((0.0, LEG.corners[0][1] - 0.015))
+        points = tuple((zero + x, zero + y) for x, y in LEG.corners[:2])
+        manifold = Manifold(zero > 0, normal, bottom, points, (zero, zero + 1))
+        masses.append(hinge_masses(side, hull, pose))
+        patches.append((patch_of(LEG, manifold, pose), patch_of(LEG, manifold._replace(keys=(zero - 1,) * 2), pose)))
+        drawn = tuple(rng.normal(size=(3, len(tilts))).astype(np.float32) * 0.1)
+        hinge = Hinge((zero, zero), zero, zero + side * 0.8, zero + side)
+        still = Impulses((zero, zero), (zero, zero))
+        moving.append(Moving(Velocity(drawn[:2], drawn[2]), hinge, (still, still)))
+    assert np.all(patches[0][0].both)
+    constants_and_state = (tuple(masses), tuple(patches)), (velocity, tuple(moving))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf, bool if leaf.dtype == bool else jnp.float32), constants_and_state
+    )
+
+
+@pytest.mark.parametrize("way", [Loops(in_kernels=False), Loops(in_kernels=True, interpret=True)], ids=str)
+def test_the_velocity_solver_does_not_stop_before_its_180_rounds_are_over_or_nothing_moves(way: Loops) -> None:
+    tilts = np.linspace(-0.9, 0.9, 45).astype(np.float32)
+    falling = Velocity((0.1 * tilts, np.full_like(tilts, -1.0)), 0 * tilts)
+    constants, state = flush_legs(tilts, falling)
+    going = jnp.ones(len(tilts), bool)
+
+    @jax.jit
+    def plain(state: Any) -> Any:
+        return jax.lax.fori_loop(0, 180, lambda _, state: velocity_round(constants, state, going)[0], state)
+
+    @jax.jit
+    def ours(state: Any) -> Any:
+        return way.rounds(velocity_round, 180, constants, state, going, 6, 16)[0]
+
+    for one, other in zip(jax.tree.leaves(ours(state)), jax.tree.leaves(plain(state)), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+
+
+def test_the_highest_ground_is_that_of_dense_sampling() -> None:
+    rng = np.random.default_rng(4)
+    ground, left = rng.uniform(0, 6, (11, 400)), rng.uniform(-3, 21, 400)
+    right = left + rng.uniform(0, 3.9, 400)
+    shares = np.linspace(0, 1, 2000)
+    dense = [
+        np.interp(a + shares * (b - a), np.arange(11) * 2.0, heights).max()
+        for a, b, heights in zip(left, right, ground.T, strict=True)
+    ]
+    found = highest(tuple(jnp.asarray(ground, jnp.float32)), jnp.asarray(left), jnp.asarray(right))
+    assert np.all(np.asarray(found) >= np.array(dense) - 1e-4)
+    inside = (left > 0) & (right < 20)
+    np.testing.assert_allclose(found[inside], np.array(dense)[inside], atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [HULL, LEG], ids=["hull", "leg"])
+def test_what_is_out_of_reach_is_not_hit(shape: Shape) -> None:
+    rng, number = np.random.default_rng(5), 4000
+
+    def drawn(low: float, high: float) -> jax.Array:
+        return jnp.asarray(rng.uniform(low, high, number), jnp.float32)
+
+    rise, zero = drawn(-2, 2), jnp.zeros(number)
+    length = jnp.sqrt(4 + rise * rise)
+    edge = Edge((zero, zero), (zero + 2, rise), (-rise / length, 2 / length))
+    start = Pose((drawn(-1, 3), drawn(-0.5, 2.5)), drawn(-3, 3))
+    end = Pose(
+        (start.position[0] + drawn(-0.2, 0.2), start.position[1] + drawn(-0.3, 0.1)), start.angle + drawn(-1, 1) / 5
+    )
+    clear = np.asarray(out_of_reach(shape, start, end, edge, THICKNESS))
+    hit, _ = jax.jit(partial(impact, shape))(start, end, edge, zero == 0)
+    touching = collide(shape, start, edge).keys[0] >= 0
+    assert np.sum(np.asarray(hit)) > 50
+    assert np.mean(clear) > 0.3
+    assert not np.any(clear & np.asarray(hit | touching))
+    slow = np.asarray(out_of_reach(shape, start, end, edge, IMPACT_DISTANCE))
+    assert not np.any(slow & np.asarray(hit))
+
+
+def test_a_leg_that_touches_is_never_easy() -> None:
+    state, _ = some_states()
+    assert np.any(np.asarray(LANDER.easy(state)))
+    left, right = state.legs
+    contact = left.contacts[1]._replace(keys=(jnp.zeros(BATCH), left.contacts[1].keys[1]))
+    touching = state._replace(legs=(left._replace(contacts=(left.contacts[0], contact)), right))
+    assert not np.any(np.asarray(LANDER.easy(touching)))
 
 
 def test_a_large_batch_in_chunks_goes_as_small_ones() -> None:

@@ -441,17 +441,3 @@ def test_continuous_actions_are_drawn_recorded_and_lied_about() -> None:
     heard = observations[LIARS, :, 1:, 2]
     assert not set(lies[:, 1]) & set(heard.ravel())
     assert len(set(lies[:, 1])) == len(lies)
-
-
-@dataclass(frozen=True)
-class CountingApart(Counting):
-    """Says that it has loops, and so its agents are played one after the other."""
-
-    has_loops = True
-
-
-@pytest.mark.parametrize("attack", [None, KeyedActionRandomReward(2.0)])
-def test_agents_played_one_after_the_other_play_the_same(attack: Attack | None) -> None:
-    together, apart = (counted(kind(3, 60), 50, attack) for kind in (Counting, CountingApart))
-    for ours, theirs in zip(jax.tree.leaves(apart), jax.tree.leaves(together), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)

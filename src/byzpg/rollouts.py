@@ -129,7 +129,6 @@ def rollout(
         noise = jnp.concatenate([policy.deviates(mine), chance], axis=-1)
         playing, played = lax.platform_dependent(
             *(agents, playing, times, noise, mischief),
-            cpu=in_a_loop,
             # Attacks are written for whole arrays.
             cuda=in_a_loop if acting or not fits_kernel(env, policy) else in_a_kernel,
             default=in_a_loop,

@@ -45,7 +45,7 @@ class Environment(Protocol):
 
     @property
     def has_loops(self) -> bool:
-        """Whether a step holds loops that take as long as the slowest of the batch."""
+        """Whether a step holds loops of its own, so that a whole rollout is no kernel on GPUs."""
         ...
 
     def reset(self, key: Array) -> Any:

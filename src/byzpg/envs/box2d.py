@@ -80,6 +80,7 @@ class Shape:
             for i in range(2)
         )
         self.corners = tuple((x - self.centre[0], y - self.centre[1]) for x, y in corners)
+        self.reach = max(sqrt(x * x + y * y) for x, y in self.corners)
         self.sides = tuple(zip(self.corners, self.corners[1:] + self.corners[:1], strict=True))
         self.inertia = sum(
             density
@@ -516,7 +517,7 @@ def out_of_reach(shape: Shape, start: Pose, end: Pose, edge: Edge, distance: flo
         right.append(smallest([-x for x in across])[0] - centre[0])
     # Between start and end, a corner that turns strays from the straight line by this much.
     turn = end.angle - start.angle
-    far = distance + SLOP / 2 + max(sqrt(x * x + y * y) for x, y in shape.corners) * turn * turn / 8
+    far = distance + SLOP / 2 + shape.reach * turn * turn / 8
     return (jnp.minimum(*above) > far) | (jnp.minimum(*left) > far) | (jnp.minimum(*right) > far)
 
 

@@ -30,9 +30,14 @@ def choose(mask: Array, a: Any, b: Any) -> Any:
     return jax.tree.map(partial(jnp.where, mask), a, b)
 
 
+def stacked(items: Sequence[Any]) -> Any:
+    """One item with a leading axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *items)
+
+
 def together(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Any, ...]:
     """function(item) for every item, all at once as one batch."""
-    results = function(jax.tree.map(lambda *leaves: jnp.stack(leaves), *items))
+    results = function(stacked(items))
     return tuple(jax.tree.map(itemgetter(i), results) for i in range(len(items)))
 
 

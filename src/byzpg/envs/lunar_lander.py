@@ -1,8 +1,8 @@
 """LunarLander-v3 as array arithmetic: Gymnasium's lander, and of Box2D 2.3 (Catto) what moves it, step for step.
 
-A hull with two legs on motorised hinges flies over ten ground edges. All is elementwise: every array has the batch's
-shape, and lists are Python tuples. Only the conditions of loops look at the whole batch, so small batches end earlier;
-`easy` tells who needs none of the ground.
+A hull with two legs on motorised hinges flies over ten ground edges. Every array has the batch's shape, and lists are
+Python tuples. Most episodes are far above the ground most of the time: `easy` tells which, and `loops` how those that
+need the solvers' many rounds get them.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ from byzpg.envs.box2d import (
     warmed,
     without_approach,
 )
-from byzpg.envs.loops import Loops, choose, once, some, together
+from byzpg.envs.loops import Loops, choose, once, some, stacked, together
 from byzpg.spaces import Box, Discrete
 
 # gymnasium.envs.box2d.lunar_lander, lengths in metres: pixels / 30.
@@ -87,12 +87,11 @@ USUAL_VELOCITY_ITERATIONS, USUAL_POSITION_ITERATIONS = 6, 2
 # On CPUs, how many are seen to at once: of all, of those that need more rounds, and of those hitting the ground.
 LARGE_CHUNK, CHUNK, SMALL_CHUNK = 256, 64, 16
 # What is higher by this much, and by how far it moves in a step, is not met by the ground.
-ROOM = 0.1
+ROOM = 0.2
 
 
 HULL = Shape(tuple((x / 30, y / 30) for x, y in ((17, -10), (17, 0), (14, 17), (-14, 17), (-17, 0), (-17, -10))), 5.0)
 LEG = Shape(tuple((x * 2 / 30, y * 8 / 30) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))), 1.0, FRICTION)
-HULL_REACH, LEG_REACH = (max(sqrt(x * x + y * y) for x, y in shape.corners) for shape in (HULL, LEG))
 MOTOR_MASS = 1 / (1 / HULL.inertia + 1 / LEG.inertia)
 
 
@@ -131,8 +130,9 @@ class State(NamedTuple):
 
 
 class HingeMasses(NamedTuple):
-    """A hinge as the velocity solver sees it: of its point's and of all its compliance minors, row by row, and the
-    determinants: the solver divides by these, since a quotient is what XLA on CPUs computes once and not for each use.
+    """A hinge as the velocity solver sees it: minors of its point's compliance and of all of it, and both determinants.
+
+    It divides by these, since a quotient is what XLA on CPUs computes once and not anew for each use.
     """
 
     hull_arm: Pair
@@ -165,7 +165,7 @@ def edges_below(ground: tuple[Array, ...], x: Array) -> tuple[tuple[Edge, Edge],
 
 
 def highest(ground: tuple[Array, ...], left: Array, right: Array) -> Array:
-    """The greatest height of the ground between two places less than 2 m apart."""
+    """The greatest height of the ground between two places less than 4 m apart."""
     heights = []
     for x in (left, right):
         first = jnp.clip(jnp.floor(x / SPACING), 0, NUM_CORNERS - 2)
@@ -174,8 +174,9 @@ def highest(ground: tuple[Array, ...], left: Array, right: Array) -> Array:
             pair = choose(first == i, ground[i : i + 2], pair)
         share = jnp.clip(x / SPACING - first, 0.0, 1.0)
         heights.append((pair[0] + share * (pair[1] - pair[0]), pair, first))
-    (at_left, (_, after_left), first), (at_right, _, last) = heights
-    return jnp.maximum(jnp.maximum(at_left, at_right), jnp.where(first < last, after_left, at_right))
+    (at_left, (_, after_left), first), (at_right, (before_right, _), last) = heights
+    corners = jnp.where(first < last, jnp.maximum(after_left, before_right), at_right)
+    return jnp.maximum(jnp.maximum(at_left, at_right), corners)
 
 
 # Hinges
@@ -358,11 +359,15 @@ def rebound(
         second, after = without_approach(LEG, patches[1], second, after)
         return ((first, second), after), run & differs(before, after)
 
-    pose, _ = loops.rounds(push, IMPACT_POSITION_ITERATIONS, manifolds, pose, wanted, 2, SMALL_CHUNK)
+    pose, _ = loops.rounds(
+        push, IMPACT_POSITION_ITERATIONS, manifolds, pose, wanted, USUAL_POSITION_ITERATIONS, SMALL_CHUNK
+    )
     patches = together(lambda item: patch_of(LEG, *item), tuple((manifold, pose) for manifold in manifolds))
     nothing = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
     state = (Impulses(nothing, nothing),) * 2, velocity
-    (_, velocity), _ = loops.rounds(stop, VELOCITY_ITERATIONS, patches, state, wanted, 6, SMALL_CHUNK)
+    (_, velocity), _ = loops.rounds(
+        stop, VELOCITY_ITERATIONS, patches, state, wanted, USUAL_VELOCITY_ITERATIONS, SMALL_CHUNK
+    )
     return pose, velocity
 
 
@@ -381,15 +386,8 @@ class Footing(NamedTuple):
     grounded: Array
 
 
-class Nearby(NamedTuple):
-    """The two edges next to a leg, whether the even one is on the right, and how long each has been near."""
-
-    edges: tuple[Edge, Edge]
-    even_right: Array
-    ages: Pair
-
-
-def nearby(ground: tuple[Array, ...], leg: Leg) -> Nearby:
+def nearby(ground: tuple[Array, ...], leg: Leg) -> tuple[tuple[Edge, Edge], Pair]:
+    """The two edges next to a leg, and how long each has been near."""
     edges, even_right = edges_below(ground, leg.body.pose.position[0])
     inside = tuple(meets_fence(leg.fence, edge) for edge in edges)
     fresh = tuple(within & (age == 0) for within, age in zip(inside, leg.ages, strict=True))
@@ -404,13 +402,13 @@ def nearby(ground: tuple[Array, ...], leg: Leg) -> Nearby:
         )
         for i in (0, 1)
     )
-    return Nearby(edges, even_right, ages)
+    return edges, ages
 
 
 def found(ground: tuple[Array, ...], leg: Leg) -> Footing:
     """Where a leg stands (b2ContactManager::Collide)."""
     pose = leg.body.pose
-    edges, _, ages = nearby(ground, leg)
+    edges, ages = nearby(ground, leg)
     manifolds = together(lambda item: collide(LEG, *item), tuple((pose, edge) for edge in edges))
     odd_newer = ages[1] < ages[0]
     contacts = tuple(renewed(leg.contacts[i], manifolds[i], leg.grounded)[0] for i in (0, 1))
@@ -481,17 +479,15 @@ def velocity_round(
 ) -> tuple[tuple[Velocity, tuple[Moving, Moving]], Array]:
     """Box2D sees to both hinges first, then to the contacts; but a leg's contacts do not concern the other's hinge."""
     (masses, patches), (hull, legs) = constants, state
-    new_legs, goes_on = list(legs), run & False
+    new_legs, moves = list(legs), run & False
     for i in (1, 0):
         hinge, hull, velocity = held_together(LEG_SIDES[i], masses[i], legs[i].hinge, hull, legs[i].velocity)
         impulses = list(legs[i].impulses)
         for j, patch in enumerate(patches[i]):
             impulses[j], velocity = without_approach(LEG, patch, impulses[j], velocity)
         new_legs[i] = Moving(velocity, hinge, tuple(impulses))
-        # A leg is so light that whatever is not settled turns it.
-        goes_on = goes_on | (jnp.abs(velocity.spin - legs[i].velocity.spin) > SETTLED)
-        goes_on = goes_on | (jnp.abs(hinge.motor - legs[i].hinge.motor) > SETTLED)
-    return (hull, (new_legs[0], new_legs[1])), run & goes_on
+        moves = moves | differs(legs[i].velocity, velocity) | (jnp.abs(hinge.motor - legs[i].hinge.motor) > SETTLED)
+    return (hull, (new_legs[0], new_legs[1])), run & (moves | differs(state[0], hull))
 
 
 def position_round(
@@ -510,7 +506,7 @@ def position_round(
         new_hull, new_legs[i], okay = put_together(LEG_SIDES[i], HINGE_LIMITS[i], sides[i], new_hull, new_legs[i])
         good = good & okay
     new_hull, new_legs = once((new_hull, new_legs))
-    # An angle often stays just past its slop, by less than a correction can change.
+    # An angle often stays just past its slop, by less than a correction can change: not solved, but over.
     moves = shifted(hull, new_hull) | shifted(legs[0], new_legs[0]) | shifted(legs[1], new_legs[1])
     poses = choose(run, (new_hull, (new_legs[0], new_legs[1])), (hull, legs))
     return (*poses, solved | good), run & ~good & moves
@@ -616,7 +612,7 @@ def advanced(
     new_hull = new_hull._replace(velocity=stopped)
 
     if airborne:
-        ages = tuple(nearby(ground, leg).ages for leg in legs)
+        ages = tuple(nearby(ground, leg)[1] for leg in legs)
         new_legs = tuple(
             Leg(body, move.hinge, leg.contacts, age, fenced(leg.fence, leg.body.pose, body.pose), leg.grounded)
             for leg, body, move, age in zip(legs, bodies, moving, ages, strict=True)
@@ -636,8 +632,8 @@ def advanced(
         )
 
     items = tuple(zip(legs, bodies, moving, footings, strict=True))
-    courses = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(prepared(item) for item in items))
-    edges = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(footing.edges for footing in footings))
+    courses = stacked([prepared(item) for item in items])
+    edges = stacked([footing.edges for footing in footings])
     clear = together(lambda edge: out_of_reach(LEG, courses.start, courses.end, edge, IMPACT_DISTANCE), edges)
     courses = loops.few(awake & ~(clear[0] & clear[1]), partial(impacts, loops), (edges, courses), courses, CHUNK)
     new_legs = []
@@ -777,11 +773,14 @@ class LunarLander(Component):
     def easy(self, state: State) -> Array:
         """Where nothing can meet the ground within a step."""
         high = state.ended == 0
-        for body, reach in ((state.hull, HULL_REACH), *((leg.body, LEG_REACH) for leg in state.legs)):
+        for body, shape in ((state.hull, HULL), *((leg.body, LEG) for leg in state.legs)):
             (x, y), (x_speed, y_speed) = body.pose.position, body.velocity.linear
             # The engines and the other bodies may change the speed by some metres a second.
-            wide, low = (reach + ROOM + TIME_STEP * jnp.abs(speed) for speed in (x_speed, y_speed))
+            wide, low = (shape.reach + ROOM + TIME_STEP * jnp.abs(speed) for speed in (x_speed, y_speed))
             high = high & (y - low > highest(state.ground, x - wide, x + wide))
+        for leg in state.legs:
+            for contact in leg.contacts:
+                high = high & (contact.keys[0] < 0)
         return high
 
     def following(
