@@ -217,16 +217,17 @@ def test_what_runs_in_kernels_is_elementwise_but_for_the_conditions_of_loops(fun
     assert {in_condition for name, in_condition in found if "reduce" in name} <= {True}
 
 
-def flush_legs(tilts: np.ndarray, velocity: Velocity) -> tuple[Any, Any]:
+def flush_legs(tilts: Any, velocity: Velocity) -> tuple[Any, Any]:
     """Both legs flat on slopes of these tilts, mirrored, their motors spent: what the velocity solver gets."""
-    rng, zero = np.random.default_rng(3), np.zeros_like(tilts)
+    rng: Any = np.random.default_rng(3)
+    zero: Any = np.zeros_like(tilts)
     masses, patches, moving = [], [], []
     hull = Pose((zero, zero), zero)
     for side, tilt in zip((-1.0, 1.0), (tilts, -tilts), strict=True):
         pose = Pose((zero - side * 0.7, zero - 0.9), tilt)
         normal = -np.sin(tilt), np.cos(tilt)
         bottom = pose.point((0.0, LEG.corners[0][1] - 0.015))
-        points = tuple((zero + x, zero + y) for x, y in LEG.corners[:2])
+        points: Any = tuple((zero + x, zero + y) for x, y in LEG.corners[:2])
         manifold = Manifold(zero > 0, normal, bottom, points, (zero, zero + 1))
         masses.append(hinge_masses(side, hull, pose))
         patches.append((patch_of(LEG, manifold, pose), patch_of(LEG, manifold._replace(keys=(zero - 1,) * 2), pose)))
@@ -241,10 +242,12 @@ def flush_legs(tilts: np.ndarray, velocity: Velocity) -> tuple[Any, Any]:
     )
 
 
-@pytest.mark.parametrize("way", [Loops(in_kernels=False), Loops(in_kernels=True, interpret=True)], ids=str)
+@pytest.mark.parametrize(
+    "way", [Loops(in_kernels=False), Loops(in_kernels=True, interpret=True)], ids=["chunks", "kernels"]
+)
 def test_the_velocity_solver_does_not_stop_before_its_180_rounds_are_over_or_nothing_moves(way: Loops) -> None:
-    tilts = np.linspace(-0.9, 0.9, 45).astype(np.float32)
-    falling = Velocity((0.1 * tilts, np.full_like(tilts, -1.0)), 0 * tilts)
+    tilts: Any = np.linspace(-0.9, 0.9, 45).astype(np.float32)
+    falling = Velocity((0.1 * tilts, 0 * tilts - 1), 0 * tilts)
     constants, state = flush_legs(tilts, falling)
     going = jnp.ones(len(tilts), bool)
 
