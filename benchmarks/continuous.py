@@ -2,7 +2,7 @@
 
     python benchmarks/continuous.py        # some six minutes on two cores
 
-Prints the table and writes the picture of docs/results/continuous.md.
+Prints a table of docs/results/landers.md and writes its pictures.
 """
 
 import time
