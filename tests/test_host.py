@@ -386,7 +386,7 @@ def test_peers_without_a_server_agree_on_a_continuous_task_of_envpool() -> None:
         algorithm="DecByzPG",
         num_agents=5,
         num_byzantine=1,
-        attack="LargeNoise",
+        attack="Equivocate",
         hidden=(8,),
         horizon=40,
         large_batch=8,

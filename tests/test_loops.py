@@ -34,8 +34,8 @@ def one_round(constants: Any, state: Any, run: jax.Array) -> tuple[Any, jax.Arra
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("shape", "chunk"), [((1000,), 16), ((7, 13), 8), ((5,), 8), ((64,), 64)])
-@pytest.mark.parametrize("most", [1000, 20, 3])
+@pytest.mark.parametrize(("shape", "chunk"), [((1000,), 16), ((7, 13), 8), ((64,), 64)])
+@pytest.mark.parametrize("most", [1000, 3])
 def test_rounds_are_as_many_as_each_needs(way: str, shape: tuple[int, ...], chunk: int, most: int) -> None:
     numbers = np.random.default_rng(0).integers(1, 2000, size=shape).astype(np.int32)
     wanted = np.random.default_rng(1).random(shape) < 0.8
