@@ -54,7 +54,7 @@ class Played:
 
 
 def fits_kernel(env: Environment, policy: Policy) -> bool:
-    """Whether the kernel is of use: steps with loops, such as LunarLander's, are too large for it and have their own."""
+    """Whether the kernel is of use: steps with loops, such as LunarLander's, are too large and have their own."""
     return not env.has_loops and max(policy.hidden, default=0) <= LARGEST_HIDDEN
 
 
