@@ -143,15 +143,21 @@ class HingeMasses(NamedTuple):
     determinants: Pair
 
 
+def corners_from(ground: tuple[Array, ...], first: Array, number: int) -> tuple[Array, ...]:
+    """The heights of so many corners in a row, the first of which has this number."""
+    heights = ground[:number]
+    for i in range(1, NUM_CORNERS - number + 1):
+        heights = choose(first == i, ground[i : i + number], heights)
+    return heights
+
+
 def edges_below(ground: tuple[Array, ...], x: Array) -> tuple[tuple[Edge, Edge], Array]:
     """The two edges that meet at the corner nearest to x, the even one first, and whether the even one is on the right.
 
     A body spans less than 2 m, so it reaches no other; an edge keeps its place for as long as it can be reached.
     """
     corner = jnp.clip(jnp.floor(x / SPACING + 0.5), 1, NUM_CORNERS - 2)
-    heights = ground[:3]
-    for i in range(2, NUM_CORNERS - 1):
-        heights = choose(corner == i, ground[i - 1 : i + 2], heights)
+    heights = corners_from(ground, corner - 1, 3)
     corners = tuple(((corner + i) * SPACING, height) for i, height in zip((-1, 0, 1), heights, strict=True))
 
     def edge(start: Pair, end: Pair) -> Edge:
@@ -169,9 +175,7 @@ def highest(ground: tuple[Array, ...], left: Array, right: Array) -> Array:
     heights = []
     for x in (left, right):
         first = jnp.clip(jnp.floor(x / SPACING), 0, NUM_CORNERS - 2)
-        pair = ground[:2]
-        for i in range(1, NUM_CORNERS - 1):
-            pair = choose(first == i, ground[i : i + 2], pair)
+        pair = corners_from(ground, first, 2)
         share = jnp.clip(x / SPACING - first, 0.0, 1.0)
         heights.append((pair[0] + share * (pair[1] - pair[0]), pair, first))
     (at_left, (_, after_left), first), (at_right, (before_right, _), last) = heights
@@ -339,8 +343,7 @@ def impacts(loops: Loops, wanted: Array, edges: tuple[Edge, Edge], course: Cours
             run,
         )
 
-    course = course._replace(run=course.run & wanted)
-    return lax.while_loop(lambda course: some(course.run), substep, course)
+    return lax.while_loop(lambda course: some(course.run), substep, course._replace(run=wanted))
 
 
 def rebound(
@@ -574,11 +577,8 @@ def advanced(
             masses[i], hull_velocity, moving[i].velocity, hinge.linear, hinge.motor + hinge.limit
         )
         moving[i] = moving[i]._replace(velocity=velocity)
-    patches, manifolds = ((), ()), ((), ())
-    if footings:
-        patches, manifolds = (
-            tuple(getattr(footing, name) for footing in footings) for name in ("patches", "manifolds")
-        )
+    patches = tuple(footing.patches for footing in footings) or ((), ())
+    manifolds = tuple(footing.manifolds for footing in footings) or ((), ())
     (hull_velocity, moving), _ = loops.rounds(
         velocity_round,
         VELOCITY_ITERATIONS,
@@ -762,7 +762,7 @@ class LunarLander(Component):
                 return self.following(loops, False, going, state, *given)
             high, given = self.easy(state), (state, *given)
             result = state, jnp.zeros_like(state.shaping), ~going
-            result = loops.few(high & going, partial(self.following, loops, True), given, result, LARGE_CHUNK)
+            result = loops.few(high, partial(self.following, loops, True), given, result, LARGE_CHUNK)
             return loops.few(~high & going, partial(self.following, loops, False), given, result, LARGE_CHUNK)
 
         def in_kernels(state: State, *given: Any) -> tuple[State, Array, Array]:
