@@ -54,12 +54,12 @@ def best(function: Callable[[], object], repetitions: int = 5) -> float:
 
 
 def endless(**options: Any) -> Federation:
-    federation = Config(**options).resolved().simulation().federation
+    federation = Config(**options).resolved().federation()
     return replace(federation, agent=replace(federation.agent, env=EndlessCartPole()))
 
 
 def seconds_per_iteration(federation: Federation, num_seeds: int, batch: int) -> float:
-    simulation = Simulation(federation, tuple(range(num_seeds)))
+    simulation = Simulation((federation,), tuple(range(num_seeds)))
     state = simulation.start()
 
     def block() -> None:
@@ -147,7 +147,7 @@ def seconds_per_part(federation: Federation) -> list[float]:
 
     @jax.jit
     def play(parameters: jax.Array, keys: jax.Array) -> Episodes:
-        return agent.play(parameters, keys, True, federation.attack, None)
+        return agent.play(parameters, keys, True)
 
     @jax.jit
     def estimate(parameters: jax.Array, episodes: Episodes) -> jax.Array:

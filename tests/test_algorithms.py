@@ -16,7 +16,7 @@ KEY = jax.random.key(0)
 
 def agent(**options: Any) -> Agent:
     tiny: dict[str, Any] = {"hidden": (3,), "step_size": STEP, "horizon": 10}
-    return Config(**(tiny | options)).resolved().simulation().federation.agent
+    return Config(**(tiny | options)).resolved().federation().agent
 
 
 def draws(number: int, dimension: int) -> np.ndarray:
@@ -72,10 +72,8 @@ def test_the_scripts_memory_makes_small_batches_repeat_the_agents_own_direction(
     agreed = learner.settle(first.parameters, state, state.parameters + 1)
     np.testing.assert_array_equal(agreed.previous, state.parameters)
     np.testing.assert_array_equal(agreed.direction, own)
-    attack = Config(attack="NoAttack").resolved().attack
-    episodes = jax.jit(lambda state, keys: learner.play(state.parameters, keys, False, attack, None))(
-        state, jax.random.split(KEY, 2)
-    )
+    keys = jax.random.split(KEY, 2)
+    episodes = jax.jit(lambda state, keys: learner.play(state.parameters, keys, False))(state, keys)
     estimate, sampled = jax.jit(lambda state: learner.estimate(state, episodes, large=False))(state)
     np.testing.assert_allclose(estimate, own, atol=1e-4)
     np.testing.assert_allclose(sampled.health.largest, 1, rtol=1e-5)

@@ -140,14 +140,14 @@ def test_bad_options(make):
 @table
 def test_play_is_poisoned_only_where_announced(row):
     action, uniform, reward, key = jnp.zeros(3), jnp.ones(3), jnp.arange(3.0), jax.random.key(0)
-    acts_honestly = row.attack.act(action, uniform, key) is action
+    acts_honestly = row.attack.act(action, uniform) is action
     records_honestly = row.attack.record(reward, key) is reward
     assert row.attack.poisons_play == (not (acts_honestly and records_honestly))
 
 
 def test_poisoned_play():
     action, uniform, reward, key = jnp.asarray(1), jnp.asarray(3), jnp.arange(3.0), jax.random.key(0)
-    assert attacks.RandomAction().act(action, uniform, key) == 3
+    assert attacks.RandomAction().act(action, uniform) == 3
     np.testing.assert_array_equal(attacks.RewardFlip().record(reward, key), -reward)
     noise = np.asarray(attacks.RandomReward(scale=2.0).record(jnp.full(20_000, 7.0), key))
     assert_uniform(noise, 2.0)

@@ -22,7 +22,7 @@ from byzpg.envs.host import HostTask
 from byzpg.gradients import GPOMDP, gradient
 from byzpg.lockstep import play as play_task
 from byzpg.policies import CategoricalMLP, GaussianMLP, Policy
-from byzpg.rollouts import Clock, Episodes
+from byzpg.rollouts import Clock, Episodes, Liars
 from byzpg.simulate import LARGE, SKIP, SMALL
 from byzpg.spaces import Box, Discrete
 from byzpg.training import Progress
@@ -52,8 +52,7 @@ def played(
     num_agents: int = 3,
     num_episodes: int = 5,
     horizon: int = 60,
-    attack: Attack | None = None,
-    byzantine: Any = None,
+    liars: Liars = (),
     parameters: jax.Array | None = None,
 ) -> Episodes:
     """Episodes of agents with parameters [agent, d] or, left out, with initial ones."""
@@ -67,8 +66,7 @@ def played(
         keys,
         num_episodes=num_episodes,
         horizon=horizon,
-        attack=attack or NoAttack(),
-        byzantine=byzantine,
+        liars=liars,
     )
 
 
@@ -193,9 +191,9 @@ class FixedStart(CartPole):
 
 @pytest.mark.parametrize("attack", [NoAttack(), RandomAction(), RandomReward(), RewardFlip()], ids=str)
 def test_episodes_are_those_of_the_twin_in_jax(attack: Attack) -> None:
-    liars = jnp.asarray([False, True, False])
-    here = played(host_task("host_tasks:fixed_start"), attack=attack, byzantine=liars)
-    there = played(FixedStart(), attack=attack, byzantine=liars)
+    liars = [(attack, jnp.asarray([False, True, False]))]
+    here = played(host_task("host_tasks:fixed_start"), liars=liars)
+    there = played(FixedStart(), liars=liars)
     assert 1 < int(here.steps) == int(there.steps)
     assert len(np.unique(here.lengths)) > 3
     np.testing.assert_array_equal(here.lengths, there.lengths)
@@ -403,8 +401,8 @@ def test_peers_without_a_server_agree_on_a_continuous_task_of_envpool() -> None:
 
 def test_skipped_entries_and_the_output() -> None:
     simulation = PENDULUM.resolved().simulation()
-    state, metrics = simulation.run(simulation.start(), [LARGE, SKIP, SMALL], 1)
-    first, _ = simulation.run(simulation.start(), [LARGE], 1)
+    (state,), (metrics,) = simulation.run(simulation.start(), [LARGE, SKIP, SMALL], 1)
+    (first,), _ = simulation.run(simulation.start(), [LARGE], 1)
     assert np.all(np.isnan(np.asarray(metrics.return_mean)[:, 1]))
     np.testing.assert_array_equal(metrics.environment_steps[:, [0, 2]], [[12 * 40, 6 * 40]] * 2)
     assert int(state.iteration) == 2

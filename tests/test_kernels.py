@@ -52,31 +52,37 @@ class Looping(CartPole):
 
 
 def in_a_loop(
-    env: Environment, policy: Policy, weights: Any, playing: Playing, times: Array, noise: Array
+    env: Environment, policy: Policy, weights: Any, playing: Playing, times: Array, noise: Array, mischief: Array
 ) -> tuple[Playing, Played]:
     """By the definition: step by step on whole arrays."""
 
-    def step(playing: Playing, given: tuple[Array, Array]) -> tuple[Playing, Played]:
-        time, units = given
+    def step(playing: Playing, given: tuple[Array, Array, Array]) -> tuple[Playing, Played]:
+        time, units, mixed = given
         seen = jnp.stack(env.observe(playing.state), axis=-1)
         outputs = jax.vmap(policy.outputs)(weights, seen)
         action = jax.vmap(policy.choose)(weights, outputs, units[..., : policy.noise_size])
+        action = jnp.stack([action[0], mixed[1]])  # the second agent lies
         chance = tuple(units[..., i] for i in range(policy.noise_size, units.shape[-1]))
         playing, reward = playing.moved(env, env.action_space.numbers(action), chance, time, HORIZON)
         return playing, Played(seen, action, outputs, reward)
 
-    playing, played = lax.scan(step, playing, (times, noise))
+    playing, played = lax.scan(step, playing, (times, noise, mischief))
     return playing, jax.tree.map(lambda each: jnp.moveaxis(each, 0, 2), played)
 
 
-def example(env: Environment, policy: Policy, num_episodes: int) -> tuple[Any, Playing, Array, Array]:
+def example(env: Environment, policy: Policy, num_episodes: int) -> tuple[Any, Playing, Array, Array, Array]:
     keys = jax.random.split(jax.random.key(0), NUM_AGENTS)
     weights = jax.vmap(policy.unflatten)(2 * jax.vmap(policy.initial)(keys))
     state = jax.vmap(lambda key: jax.vmap(env.reset)(jax.random.split(key, num_episodes)))(keys)
     shape = (NUM_AGENTS, num_episodes)
     alive = jnp.arange(num_episodes) % 3 != 1 + jnp.arange(NUM_AGENTS)[:, None]  # some have ended before
     noise = jax.random.uniform(jax.random.key(1), (NUM_STEPS, *shape, policy.noise_size + env.noise_size))
-    return weights, Playing(state, alive, jnp.full(shape, FIRST)), FIRST + jnp.arange(NUM_STEPS), noise
+    draws = jax.random.uniform(jax.random.key(2), (NUM_STEPS, *shape, env.action_space.size))
+    times, mischief = FIRST + jnp.arange(NUM_STEPS), env.action_space.uniform(draws)
+    return weights, Playing(state, alive, jnp.full(shape, FIRST)), times, noise, mischief
+
+
+LIARS = [(RandomAction(), jnp.array([False, True]))]
 
 
 CARTPOLE = ENVIRONMENTS["CartPole-v1"]()
@@ -95,7 +101,7 @@ CARTPOLE = ENVIRONMENTS["CartPole-v1"]()
 def test_the_kernel_plays_what_the_loop_plays(env: Environment, policy: Policy, num_episodes: int) -> None:
     given = example(env, policy, num_episodes)
     expected = in_a_loop(env, policy, *given)
-    found = play_in_kernel(env, policy, *given, HORIZON, interpret=True)
+    found = play_in_kernel(env, policy, *given, HORIZON, LIARS, interpret=True)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
@@ -110,7 +116,7 @@ def test_gpus_could_compile_it(env: Environment) -> None:
     """Lowers it for CUDA, as far as goes without one: what a kernel cannot do fails here."""
     policy = policy_for("auto", env.observation_size, env.action_space)
     given = example(env, policy, 30)
-    program = jax.jit(partial(play_in_kernel, env, policy, horizon=HORIZON))
+    program = jax.jit(partial(play_in_kernel, env, policy, horizon=HORIZON, liars=LIARS))
     assert "triton" in program.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -119,7 +125,7 @@ def test_gpus_could_compile_it(env: Environment) -> None:
     [
         (CARTPOLE, None, (16,), True),
         (CARTPOLE, RewardFlip(), (16,), True),
-        (CARTPOLE, RandomAction(), (16,), False),
+        (CARTPOLE, RandomAction(), (16,), True),
         (CARTPOLE, None, (200,), False),
         (Looping(), None, (16,), False),
     ],
@@ -127,12 +133,12 @@ def test_gpus_could_compile_it(env: Environment) -> None:
 def test_rollouts_on_gpus_use_it_where_it_fits(
     env: Environment, attack: Attack | None, hidden: tuple[int, ...], in_a_kernel: bool
 ) -> None:
-    """It has no place for changed actions, for wide layers, nor for loops."""
+    """It has no place for wide layers, nor for loops."""
     policy = CategoricalMLP(4, hidden, "tanh", output_tanh=True, num_actions=2)
 
     def play(parameters: Array, keys: Array, byzantine: Array) -> Episodes:
-        options: dict[str, Any] = {"num_episodes": 4, "horizon": 30, "attack": attack, "byzantine": byzantine}
-        return rollout(env, policy, parameters, keys, **options)
+        liars = [] if attack is None else [(attack, byzantine)]
+        return rollout(env, policy, parameters, keys, num_episodes=4, horizon=30, liars=liars)
 
     given = (jnp.zeros((2, policy.dimension)), jax.random.split(jax.random.key(0), 2), jnp.array([True, False]))
     program = jax.jit(play).trace(*given).lower(lowering_platforms=("cuda",)).as_text()

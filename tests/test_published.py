@@ -39,11 +39,11 @@ def test_tosses_are_those_of_numpys_choice() -> None:
 def test_the_script_preset_starts_from_them_whatever_the_seed() -> None:
     settings = Config(preset="script", num_agents=2, num_byzantine=0, num_seeds=2, seed=7, trajectories=400).resolved()
     simulation = settings.simulation()
-    state = simulation.start()
+    (state,) = simulation.start()
     expected = np.broadcast_to(first_parameters((4, 16, 16, 2)), (2, 2, 386))
     np.testing.assert_array_equal(state.agents.parameters, expected)
     large = Plan.of(settings, simulation).large
     assert list(large) == list(islice(tosses(0.2), len(large)))
     keys = jax.random.split(jax.random.key(0), 2)
-    seeded = jax.vmap(Config(num_agents=2).resolved().simulation().federation.agent.policy.initial)(keys)
+    seeded = jax.vmap(Config(num_agents=2).resolved().federation().agent.policy.initial)(keys)
     assert np.all(seeded[0] != seeded[1])

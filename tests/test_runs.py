@@ -149,7 +149,7 @@ def test_metrics_are_the_documented_columns(folder: Path, run: Run) -> None:
 
 def test_batches_are_the_coins(config: Config, run: Run) -> None:
     simulation = config.resolved().simulation()
-    coin = CommonCoin.of(np.asarray(simulation.start().agents.parameters)[0, 0])
+    coin = CommonCoin.of(np.asarray(simulation.start()[0].agents.parameters)[0, 0])
     sizes, large = [], []
     while sum(sizes) < 60:
         large.append(coin.is_large(len(sizes), 0.2))
@@ -166,14 +166,14 @@ def test_batches_are_the_coins(config: Config, run: Run) -> None:
 
 def test_uniform_is_the_iterate_at_the_start_of_its_iteration(config: Config, run: Run) -> None:
     simulation = config.resolved().simulation()
-    state, iterates = simulation.start(), []
+    states, iterates = simulation.start(), []
     for large in run.large:
-        iterates.append(np.asarray(state.agents.parameters))
+        iterates.append(np.asarray(states[0].agents.parameters))
         one = np.full(BLOCK, SKIP)
         one[0] = LARGE if large else SMALL
-        state, _ = simulation.run(state, one, output_iteration=-1)
+        states, _ = simulation.run(states, one, output_iteration=-1)
     np.testing.assert_array_equal(run.parameters["uniform"], iterates[run.output_iteration])
-    np.testing.assert_array_equal(run.parameters["last"], state.agents.parameters)
+    np.testing.assert_array_equal(run.parameters["last"], states[0].agents.parameters)
     assert run.parameters["last"].shape == (2, 5, 4 * 4 + 4 + 4 * 2 + 2)
     assert len({iterate.tobytes() for iterate in iterates}) == len(iterates)
 
@@ -183,7 +183,7 @@ def test_the_seed_is_all_there_is_to_chance(config: Config, run: Run) -> None:
     other = byzpg.train(replace(config, seed=config.seed + 1))
     assert not np.array_equal(other.parameters["last"], run.parameters["last"])
     # Seeds are consecutive: θ_0 of its first seed is that of our second.
-    starts = [np.asarray(each.settings.simulation().start().agents.parameters) for each in (run, other)]
+    starts = [np.asarray(each.settings.simulation().start()[0].agents.parameters) for each in (run, other)]
     np.testing.assert_array_equal(starts[0][1], starts[1][0])
 
 
@@ -323,6 +323,7 @@ def test_a_run_that_died_is_the_run_once_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "CHECKPOINT_SECONDS", -1.0 if keep_every_block else 1e9)
+        patch.setattr(training, "CHECKPOINT_SHARE", np.inf)
         patch.setattr(Simulation, "run", dying)
         with pytest.raises(SystemError):
             byzpg.train(config, path)
@@ -340,6 +341,7 @@ def test_checkpoints_do_not_change_a_run(
     written: list[int] = []
     write = RunDirectory.write_checkpoint
     monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(training, "CHECKPOINT_SHARE", np.inf)
     monkeypatch.setattr(
         RunDirectory, "write_checkpoint", lambda self, kept: (written.append(kept.iteration), write(self, kept))
     )

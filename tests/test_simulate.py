@@ -11,7 +11,7 @@ import pytest
 from byzpg import Config, Run, train
 from byzpg.algorithms import AgentState
 from byzpg.config import Settings
-from byzpg.simulate import ITERATIONS, LARGE, SKIP, SMALL, Metrics
+from byzpg.simulate import ITERATIONS, LARGE, SKIP, SMALL, Metrics, Simulation
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
@@ -48,7 +48,7 @@ def assert_same_run(one: Run, other: Run) -> None:
 
 def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
     """Agents run apart from each other, as peers would, with the messages of SignFlip handed over by hand: θ [K, d]."""
-    federation = settings.simulation().federation
+    federation = settings.federation()
     agent, everyone = federation.agent, range(settings.num_agents)
     liars = set(everyone[settings.num_agents - settings.num_byzantine :])
     root = jax.random.key(seed)
@@ -62,7 +62,7 @@ def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
     @jax.jit
     def estimate(state: AgentState, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         def of_batch(large: bool) -> jax.Array:
-            episodes = agent.play(state.parameters, key[None], large, federation.attack, None)
+            episodes = agent.play(state.parameters, key[None], large)
             return agent.estimate(state, episodes, large)[0][0]
 
         return of_batch(True), of_batch(False)
@@ -90,7 +90,7 @@ def test_the_simulator_only_moves_messages(memory: str, optimizer: str) -> None:
     settings = settings_of(num_agents=5, attack="SignFlip", memory=memory, optimizer=optimizer, seed=3)
     simulation = settings.simulation()
     batches = [LARGE, SMALL, SMALL, LARGE, SMALL]
-    state, _ = simulation.run(simulation.start(), batches, 0)
+    (state,), _ = simulation.run(simulation.start(), batches, 0)
     for index, seed in enumerate(simulation.seeds):
         expected = one_by_one(settings, batches, seed)
         np.testing.assert_allclose(state.agents.parameters[index], expected, atol=5e-4)  # RFA and v̂ amplify rounding
@@ -164,19 +164,52 @@ def test_skipped_entries_change_nothing_and_one_program_serves_all_blocks() -> N
     simulation = settings.simulation()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
-    whole, metrics = simulation.run(simulation.start(), [LARGE, SMALL, SMALL, SKIP], 1)
+    whole, (metrics,) = simulation.run(simulation.start(), [LARGE, SMALL, SMALL, SKIP], 1)
     at_first = compiled.count(COMPILATION)
-    state, first = simulation.run(simulation.start(), [LARGE, SKIP, SKIP, SKIP], 1)
-    at_output = np.array(state.agents.parameters)
-    state, second = simulation.run(state, [SMALL, SMALL, SKIP, SKIP], 1)
+    states, (first,) = simulation.run(simulation.start(), [LARGE, SKIP, SKIP, SKIP], 1)
+    at_output = np.array(states[0].agents.parameters)
+    (state,), (second,) = simulation.run(states, [SMALL, SMALL, SKIP, SKIP], 1)
     assert compiled.count(COMPILATION) == at_first > 0
-    for left, right in zip(jax.tree.leaves(whole), jax.tree.leaves(state), strict=True):
+    for left, right in zip(jax.tree.leaves(whole), jax.tree.leaves((state,)), strict=True):
         np.testing.assert_array_equal(left, right)
     assert int(state.iteration) == 3
     np.testing.assert_array_equal(metrics.return_mean[:, 0], first.return_mean[:, 0])
     np.testing.assert_array_equal(metrics.return_mean[:, 1:3], second.return_mean[:, :2])
     assert np.all(np.isnan(metrics.return_mean[:, 3]))
     np.testing.assert_array_equal(state.output, at_output)  # θ_T̂ with T̂ = 1
+
+
+SIDE_BY_SIDE: list[dict[str, Any]] = [
+    {"num_agents": 5, "attack": "RandomAction"},
+    {"num_agents": 5, "attack": "LargeNoise"},
+    {"num_agents": 4, "num_byzantine": 0},
+    {"num_agents": 5, "num_byzantine": 2, "num_declared": 1, "attack": "RewardFlip"},
+    {"algorithm": "ByzPG", "num_agents": 5, "attack": "AvgZero", "rounds": None},
+    {"algorithm": "Dec-PAGE-PG", "num_agents": 3, "num_byzantine": 1, "aggregator": None, "rounds": None},
+    {"algorithm": "PAGE-PG", "aggregator": None, "rounds": None},
+]
+
+
+def test_federations_side_by_side_do_what_each_does_alone() -> None:
+    """Up to rounding, which a batch of another size may do otherwise."""
+    settings = [settings_of(**options) for options in SIDE_BY_SIDE]
+    together = Simulation(tuple(each.federation() for each in settings), settings[0].seeds)
+    batches = [LARGE, SMALL, LARGE, SMALL]
+    states, metrics = together.run(together.start(), batches, 2)
+    for each, state, found in zip(settings, states, metrics, strict=True):
+        alone = each.simulation()
+        (expected_state,), (expected,) = alone.run(alone.start(), batches, 2)
+        for name, values in vars(expected).items():
+            np.testing.assert_allclose(getattr(found, name), values, rtol=2e-3, atol=1e-3, err_msg=name)
+        for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-4)
+    assert len({np.asarray(found.return_mean[:, 1:]).tobytes() for found in metrics}) == len(settings)
+
+
+def test_a_simulation_is_of_one_kind_of_agent() -> None:
+    ours, theirs = settings_of(num_agents=5), settings_of(num_agents=5, step_size=0.5)
+    with pytest.raises(ValueError, match="one kind of agent"):
+        Simulation((ours.federation(), theirs.federation()), (0,))
 
 
 @pytest.mark.parametrize("algorithm", ["PAGE-PG", "Fed-PAGE-PG", "ByzPG", "Dec-PAGE-PG", "DecByzPG"])

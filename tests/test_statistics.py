@@ -1,6 +1,7 @@
 """Statistics over seeds on distributions with known answers, and the pictures drawn of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,15 @@ from matplotlib import pyplot
 from matplotlib.colors import to_hex
 
 from byzpg.figures import COLOURS, Curve, learning_curves
-from byzpg.statistics import bootstrap_interval, interquartile_mean, smooth_on_grid, trajectories_to_reach
+from byzpg.statistics import (
+    bootstrap_interval,
+    improvement_interval,
+    interquartile_mean,
+    lower_median,
+    probability_of_improvement,
+    smooth_on_grid,
+    trajectories_to_reach,
+)
 
 
 def naive_interquartile_mean(values: list[float]) -> float:
@@ -63,7 +72,7 @@ def test_the_interval_of_the_mean_has_the_textbook_width() -> None:
     assert low < np.mean(values) < high
 
 
-def test_the_bootstrap_is_deterministic_and_draws_whole_curves() -> None:
+def test_the_bootstrap_is_deterministic_draws_whole_curves_and_rounds_outwards() -> None:
     values = np.random.default_rng(0).normal(size=(6, 4))
     values[:, 3] = values[:, 0]
     low, high = bootstrap_interval(values, interquartile_mean)
@@ -74,6 +83,151 @@ def test_the_bootstrap_is_deterministic_and_draws_whole_curves() -> None:
     assert np.any(np.stack([low, high]) != np.stack(other))
     assert (low[0], high[0]) == (low[3], high[3])
     np.testing.assert_array_equal(bootstrap_interval(values[:1], np.mean), [values[0], values[0]])
+    # Rounded outwards, the ends of two estimates are both of them.
+    low, high = bootstrap_interval(values, np.mean, level=0.1, resamples=2)
+    assert np.all(low < high)
+
+
+@pytest.mark.parametrize("statistic", [np.mean, interquartile_mean])
+def test_stratified_intervals_hold_the_truth_and_pooled_ones_say_too_little(
+    statistic: Callable[..., np.ndarray],
+) -> None:
+    # Three strata a deviation apart, 20 seeds each, 1000 experiments. Both statistics are even about the middle one.
+    rng = np.random.default_rng(0)
+    strata = [rng.normal(mean, 1, (20, 1000)) for mean in (6, 7, 8)]
+    low, high = bootstrap_interval(strata, statistic, resamples=200)
+    # A resample's variance is (n − 1)/n of the sample's; 1000 experiments have a standard error of 0.007.
+    expected = 1 - 2 * NormalDist().cdf(-1.96 * (19 / 20) ** 0.5)
+    assert abs(np.mean((low <= 7) & (high >= 7)) - expected) < 3 * 0.007
+    low, high = bootstrap_interval(np.concatenate(strata), statistic, resamples=200)
+    assert np.mean((low <= 7) & (high >= 7)) > expected + 3 * 0.007
+
+
+def test_strata_are_resampled_apart_and_each_by_its_own_seeds() -> None:
+    values = np.random.default_rng(0).normal(size=400)
+    textbook = 2 * 1.96 * np.std(values) / 800**0.5
+    # With the same draws in both, mirrored strata would cancel.
+    low, high = bootstrap_interval([values, 1000 - values], np.mean, resamples=4000)
+    np.testing.assert_allclose(high - low, textbook, rtol=0.05)
+    low, high = bootstrap_interval(np.concatenate([values, 1000 - values]), np.mean, resamples=4000)
+    assert high - low > 100 * textbook
+    uneven = [np.zeros((3, 2)), np.ones((9, 2))]
+    np.testing.assert_array_equal(bootstrap_interval(uneven, np.mean), np.full((2, 2), 0.75))
+    np.testing.assert_array_equal(bootstrap_interval([values], np.mean), bootstrap_interval(values, np.mean))
+
+
+# Who wins
+
+
+def naive_probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return sum(1.0 if x > y else 0.5 if x == y else 0.0 for x in ours for y in theirs) / (len(ours) * len(theirs))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ([1.0], [0.0], 1.0),
+        ([0.0], [0.0], 0.5),
+        ([1.0, 2.0, 2.0], [2.0, 0.0], (1 + 0 + 1 + 0.5 + 1 + 0.5) / 6),
+        ([np.inf, 3.0], [np.inf, np.inf, 5.0], (0.5 + 0.5 + 1) / 6),
+        ([-np.inf, np.inf], [-np.inf], (0.5 + 1) / 2),
+        ([np.inf, np.inf], [np.inf], 0.5),
+    ],
+)
+def test_probability_of_improvement_counts_pairs_and_halves_ties(
+    ours: list[float], theirs: list[float], expected: float
+) -> None:
+    assert naive_probability_of_improvement(ours, theirs) == pytest.approx(expected)
+    assert probability_of_improvement(np.array(ours), np.array(theirs)) == pytest.approx(expected)
+    assert probability_of_improvement(np.array(theirs), np.array(ours)) == pytest.approx(1 - expected)
+
+
+def test_probability_of_improvement_is_the_mean_over_strata_each_against_its_own() -> None:
+    rng = np.random.default_rng(0)
+    ours = [rng.integers(5, size=n).astype(float) for n in (4, 9, 1)]
+    theirs = [rng.integers(5, size=n).astype(float) for n in (7, 2, 3)]
+    each = [naive_probability_of_improvement(list(x), list(y)) for x, y in zip(ours, theirs, strict=True)]
+    assert probability_of_improvement(ours, theirs) == pytest.approx(np.mean(each))
+    # Pooled, the second stratum of theirs would beat the first of ours.
+    ours, theirs = [np.array([1.0, 2.0]), np.array([11.0])], [np.array([0.0]), np.array([10.0, 9.0])]
+    assert probability_of_improvement(ours, theirs) == 1
+    np.testing.assert_array_equal(improvement_interval(ours, theirs), [1, 1])
+    np.testing.assert_array_equal(improvement_interval(theirs, ours), [0, 0])
+    assert probability_of_improvement(np.concatenate(ours), np.concatenate(theirs)) < 1
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.7, -2.0])
+def test_probability_of_improvement_of_gaussians_has_its_closed_form(gap: float) -> None:
+    rng = np.random.default_rng(0)
+    ours, theirs = rng.normal(gap, 1.5, 2000), rng.normal(0, 1.5, 2000)
+    expected = NormalDist().cdf(gap / (2**0.5 * 1.5))  # Φ(Δ / √2 σ)
+    # Its standard error is at most that of equal distributions, √((n + m + 1) / 12 n m) = 0.009.
+    assert abs(probability_of_improvement(ours, theirs) - expected) < 3 * 0.009
+
+
+def test_intervals_of_improvement_hold_the_closed_form_and_not_another() -> None:
+    rng = np.random.default_rng(0)
+    runs = rng.normal(size=(400, 2, 30)) + np.array([[1.0], [0.0]])
+    low, high = np.transpose([improvement_interval(*each, resamples=200, seed=i) for i, each in enumerate(runs)])
+    truth = NormalDist().cdf(1 / 2**0.5)
+    # 400 experiments have a standard error of 0.011; the percentile bootstrap falls short by about one in a hundred.
+    assert 0.94 - 3 * 0.011 < np.mean((low <= truth) & (truth <= high)) < 0.94 + 3 * 0.011
+    assert np.mean((low <= 0.5) & (high >= 0.5)) < 0.1
+
+
+def test_the_interval_of_improvement_has_the_textbook_width() -> None:
+    # With the same draws in both, a method against itself would always be a tie.
+    values = np.random.default_rng(0).normal(size=50)
+    textbook = 2 * 1.96 * (101 / (12 * 50 * 50)) ** 0.5
+    low, high = improvement_interval(values, values)
+    np.testing.assert_allclose([low, high], [0.5 - textbook / 2, 0.5 + textbook / 2], atol=0.02)
+    # The mean over four strata alike is half as uncertain.
+    low, high = improvement_interval([values] * 4, [values] * 4)
+    np.testing.assert_allclose(high - low, textbook / 2, rtol=0.1)
+    narrow = improvement_interval(values, values, level=0.5, resamples=500, seed=3)
+    np.testing.assert_allclose(narrow[1] - narrow[0], textbook * 0.674 / 1.96, rtol=0.2)
+
+
+# Seeds that never get there
+
+
+@pytest.mark.parametrize(
+    ("reached", "expected"),
+    [
+        ([7.0], 7.0),
+        ([5.0, 3.0], 3.0),
+        ([9.0, 1.0, 5.0], 5.0),
+        ([np.inf, 900.0], 900.0),
+        ([np.inf, 2.0, np.inf, 1.0], 2.0),
+        ([np.inf, 2.0, np.inf], np.inf),
+        ([np.inf] * 4, np.inf),
+    ],
+)
+def test_the_lower_median_is_when_half_the_seeds_got_there(reached: list[float], expected: float) -> None:
+    assert lower_median(np.array(reached)) == expected
+    np.testing.assert_array_equal(lower_median(np.array([reached, reached]), axis=1), [expected, expected])
+
+
+def test_the_interval_of_the_lower_median_is_that_of_order_statistics_also_among_infinities() -> None:
+    # Its ends are order statistics by binomial counts: of 25 seeds, the 8th and the 18th (David & Nagaraja 2003).
+    reached = np.arange(1.0, 26.0)
+    low, high = bootstrap_interval(reached, lower_median)
+    assert abs(low - 8) <= 1
+    assert abs(high - 18) <= 1
+    few = np.where(reached > 15, np.inf, reached)
+    np.testing.assert_array_equal(bootstrap_interval(few, lower_median), [low, np.inf])
+    np.testing.assert_array_equal(bootstrap_interval(np.full(5, np.inf), lower_median), [np.inf, np.inf])
+    none_above = np.where(reached > 20, np.inf, reached)
+    np.testing.assert_array_equal(bootstrap_interval(none_above, lower_median), [low, high])
+
+
+def test_intervals_of_the_lower_median_hold_the_truth() -> None:
+    samples = np.random.default_rng(0).exponential(1.0, (41, 1000))
+    samples[samples > 1.2] = np.inf  # 30 % never get there
+    low, high = bootstrap_interval(samples, lower_median, resamples=200)
+    # Counts of seeds are discrete, so the level is met from either side; 1000 experiments have an error of 0.007.
+    assert 0.95 - 3 * 0.007 < np.mean((low <= np.log(2)) & (np.log(2) <= high)) < 0.95 + 3 * 0.007
+    assert np.mean((low <= 1.1) & (high >= 1.1)) < 0.5
 
 
 # Curves on a common axis
@@ -148,6 +302,20 @@ def test_a_perfect_score_is_reached_exactly_and_one_lucky_start_is_not_enough() 
         (lambda: trajectories_to_reach(np.arange(3), np.zeros((2, 3)), 1.0, 2), "running totals"),
         (lambda: trajectories_to_reach(np.arange(1, 4), np.zeros((2, 3)), 1.0, 0), "window must be a positive"),
         (lambda: bootstrap_interval(np.zeros(3), np.mean, level=95), "between 0 and 1, got 95"),
+        (lambda: bootstrap_interval(np.zeros(0), np.mean), r"with seeds in each .* got shapes \(0,\)"),
+        (lambda: bootstrap_interval([], np.mean), "got none"),
+        (lambda: bootstrap_interval([np.zeros(2), np.zeros((0,))], np.mean), r"got shapes \(2,\), \(0,\)"),
+        (lambda: bootstrap_interval([np.zeros((2, 3)), np.zeros((2, 4))], np.mean), "alike in all other axes"),
+        (lambda: bootstrap_interval(np.array(3.0), np.mean), r"got shapes \(\)"),
+        (lambda: bootstrap_interval(np.array([1.0, np.nan]), lower_median), "none NaN, got"),
+        (lambda: lower_median(np.array([1.0, np.nan, np.inf])), "got 3 with 1 NaN; leave those out"),
+        (lambda: lower_median(np.zeros(0)), "got 0 with 0 NaN"),
+        (lambda: probability_of_improvement(np.zeros(3), np.array([np.nan, 1.0])), "got 2 with 1 NaN"),
+        (lambda: improvement_interval(np.array([np.nan]), np.zeros(3)), "got 1 with 1 NaN"),
+        (lambda: probability_of_improvement(np.zeros(0), np.zeros(3)), r"got shapes \(0,\)"),
+        (lambda: probability_of_improvement([np.zeros(3)] * 2, [np.zeros(3)] * 3), "got 2 and 3 of them"),
+        (lambda: probability_of_improvement(np.zeros((2, 3)), np.zeros(3)), r"got shape \(2, 3\); give strata as"),
+        (lambda: improvement_interval(np.zeros(3), np.zeros(3), level=0.0), "between 0 and 1, got 0.0"),
         (lambda: learning_curves([], "title"), "at least one curve"),
     ],
 )

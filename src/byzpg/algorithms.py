@@ -21,7 +21,7 @@ from byzpg.envs import Task
 from byzpg.gradients import Estimator, Health, ImportanceWeights, corrected_gradient, gradient
 from byzpg.lockstep import play
 from byzpg.policies import Policy
-from byzpg.rollouts import Clock, Episodes
+from byzpg.rollouts import Clock, Episodes, Liars
 from byzpg.rules import Rule
 
 
@@ -73,11 +73,8 @@ class Agent(Component):
             parameters, parameters, jnp.zeros_like(parameters), jax.vmap(self._transform.init)(parameters)
         )
 
-    def play(self, parameters: Array, keys: Array, large: bool, attack: Attack, byzantine: Array | None) -> Episodes:
-        """A batch of episodes with parameters [agent, d] and fresh keys [agent].
-
-        Where `byzantine` [agent] is set, the attack's play hooks are at work.
-        """
+    def play(self, parameters: Array, keys: Array, large: bool, liars: Liars = ()) -> Episodes:
+        """A batch of episodes with parameters [agent, d] and fresh keys [agent]; `liars` poison theirs."""
         return play(
             self.env,
             self.policy,
@@ -85,8 +82,7 @@ class Agent(Component):
             keys,
             num_episodes=self.large_batch if large else self.small_batch,
             horizon=self.horizon,
-            attack=attack,
-            byzantine=byzantine,
+            liars=liars,
         )
 
     def estimate(self, state: AgentState, episodes: Episodes, large: bool) -> tuple[Array, Sampled]:
@@ -145,7 +141,8 @@ class Federation:
     agent: Agent
     centralized: bool
     num_agents: int
-    num_byzantine: int
+    num_byzantine: int  # liars at work
+    num_declared: int  # liars that the rules are told to withstand, f
     aggregator: Rule
     agreement: Rule | None  # of the parameters; None: no agreement
     rounds: int  # κ of agreement

@@ -89,8 +89,11 @@ class Attack(Component):
     def changes_actions(self) -> bool:
         return type(self).act is not Attack.act
 
-    def act(self, action: Array, uniform: Array, key: Array) -> Array:
-        """The action taken where the policy chose `action`; `uniform` is a uniform draw from the action space."""
+    def act(self, action: Array, uniform: Array) -> Array:
+        """The action taken where the policy chose `action`; `uniform` is a uniform draw from the action space.
+
+        Elementwise: an action of several numbers comes number by number.
+        """
         return action
 
     def record(self, reward: Array, key: Array) -> Array:
@@ -145,7 +148,7 @@ class RandomAction(Attack):
 
     poisons_play: ClassVar[bool] = True
 
-    def act(self, action: Array, uniform: Array, key: Array) -> Array:
+    def act(self, action: Array, uniform: Array) -> Array:
         return uniform
 
 

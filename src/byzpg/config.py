@@ -123,7 +123,9 @@ class Config:
     num_agents: int | None = None
     """Agents K, liars included. Left out: 13, or 1 for PAGE-PG."""
     num_byzantine: int | None = None
-    """Liars f: at work, and declared to the rules. Left out: ⌊(K − 1)/4⌋, or fewer if the rules tolerate fewer."""
+    """Liars at work. Left out: as many as are declared, or ⌊(K − 1)/4⌋, or fewer if the rules tolerate fewer."""
+    num_declared: int | None = None
+    """Liars f that the rules are told to withstand. Left out: as many as are at work."""
     attack: Attack | str = "AvgZero"
     """What liars do; `byzpg list` shows all attacks."""
     byzantine_set: ByzantineSet | str = "FixedSet"
@@ -206,11 +208,13 @@ class Config:
         for option, family in FAMILY_OF.items():
             if isinstance(values[option], str):
                 values[option] = parse(family, values[option])
-        if self.num_byzantine is None:
+        if self.num_byzantine is None and self.num_declared is None:
             num_agents = values["num_agents"] if isinstance(values["num_agents"], int) else 1  # refused below
             rules = [values["aggregator"], values["agreement"]] if algorithm.agrees else [values["aggregator"]]
             tolerated = [rule.max_byzantine(num_agents) for rule in rules if isinstance(rule, Rule)]
             values["num_byzantine"] = max(0, min([(num_agents - 1) // 4, *tolerated]))
+        for one, other in (("num_byzantine", "num_declared"), ("num_declared", "num_byzantine")):
+            values.setdefault(one, values.get(other))
         if self.small_batch is None and isinstance(values["large_batch"], int):
             values["small_batch"] = min(values["small_batch"], values["large_batch"])
         if values["num_byzantine"] == 0:
@@ -275,6 +279,7 @@ class Settings:
     preset: str
     num_agents: int
     num_byzantine: int
+    num_declared: int
     attack: Attack
     byzantine_set: ByzantineSet
     num_seeds: int
@@ -313,7 +318,7 @@ class Settings:
         for option in ("num_agents", "num_seeds", "trajectories", "large_batch", "small_batch", "horizon"):
             if getattr(self, option) < 1:
                 raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}.")
-        for option in ("num_byzantine", "seed", "rounds"):
+        for option in ("num_byzantine", "num_declared", "seed", "rounds"):
             if getattr(self, option) < 0:
                 raise ValueError(f"{option} must not be negative, got {getattr(self, option)}.")
         if self.seed + self.num_seeds > 2**31:
@@ -334,9 +339,13 @@ class Settings:
             raise ValueError(
                 f"{self.importance} weighs rewards one by one, which {self.estimator} does not: use GPOMDP."
             )
-        self.aggregator.check(self.num_agents, self.num_byzantine)
+        self.aggregator.check(self.num_agents, self.num_declared)
         if self.rounds:
-            self.agreement.check(self.num_agents, self.num_byzantine)
+            self.agreement.check(self.num_agents, self.num_declared)
+        if self.num_byzantine >= self.num_agents:
+            raise ValueError(
+                f"num_byzantine must leave an honest agent: at most {self.num_agents - 1}, got {self.num_byzantine}."
+            )
         jax.eval_shape(lambda: self.byzantine_set(self.num_agents, self.num_byzantine, 0, jax.random.key(0)))
         env = envs.make(self.env)
         if env.horizon is not None and self.horizon > env.horizon:
@@ -361,8 +370,16 @@ class Settings:
             initialization=self.initialization,
         )
 
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(range(self.seed, self.seed + self.num_seeds))
+
     def simulation(self) -> Simulation:
-        """The federation and the seeds this describes."""
+        """The federation and the seeds this describes, alone."""
+        return Simulation((self.federation(),), self.seeds)
+
+    def federation(self) -> Federation:
+        """The federation this describes."""
         algorithm = ALGORITHMS[self.algorithm]
         agent = Agent(
             envs.make(self.env),
@@ -378,18 +395,18 @@ class Settings:
             self.optimizer,
             self.step_size,
         )
-        federation = Federation(
+        return Federation(
             agent,
             algorithm.centralized,
             self.num_agents,
             self.num_byzantine,
+            self.num_declared,
             self.aggregator,
             None if isinstance(self.agreement, NoAgreement) else self.agreement,
             self.rounds,
             self.attack,
             self.byzantine_set,
         )
-        return Simulation(federation, tuple(range(self.seed, self.seed + self.num_seeds)))
 
     def as_data(self) -> dict[str, Any]:
         """Plain data that `Config.of` reads back: components as text."""

@@ -3,6 +3,7 @@
 As a plain program, every step of a rollout is a dozen launches of microseconds each, whatever their work.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -13,6 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from byzpg.attacks import Attack
 from byzpg.envs import Environment
 from byzpg.policies import ACTIVATIONS, Numbers, Policy, Weights
 from byzpg.spaces import Discrete
@@ -65,12 +67,15 @@ def play_in_kernel(
     playing: Playing,
     times: Array,
     noise: Array,
+    mischief: Array | None,
     horizon: int,
+    liars: Sequence[tuple[Attack, Array]] = (),
     interpret: bool = False,
 ) -> tuple[Playing, Played]:
     """Play the steps at `times` with weights [agent, ...].
 
-    `noise` [time, agent, episode, size]: the policy's deviates, then the environment's draws.
+    `noise` [time, agent, episode, size]: the policy's deviates, then the environment's draws. `mischief` [time, agent,
+    episode, ...]: uniform actions, for the attacks in `liars`, whose masks [agent] tell who acts by them.
     """
     num_agents, num_episodes = playing.alive.shape
     num_steps = len(times)
@@ -90,6 +95,8 @@ def play_in_kernel(
         widened(playing.alive.astype(jnp.int32)),
         widened(playing.lengths),
         widened(jnp.moveaxis(noise, (1, 3), (0, 1))),  # [agent, size, time, episode]
+        [] if mischief is None else [widened(jnp.swapaxes(x, 0, 1)) for x in env.action_space.numbers(mischief)],
+        [who.astype(jnp.int32)[:, None] for _, who in liars],
         layers,
         log_std,
     )
@@ -116,10 +123,10 @@ def play_in_kernel(
         return pl.BlockSpec((None, *array.shape[1:]), lambda agent, part: (agent, *[0] * (array.ndim - 1)))
 
     whole = pl.BlockSpec((1,), lambda agent, part: (0,))
-    in_specs = (whole, *jax.tree.map(by_block, inputs[1:5]), *jax.tree.map(by_agent, inputs[5:]))
+    in_specs = (whole, *jax.tree.map(by_block, inputs[1:6]), *jax.tree.map(by_agent, inputs[6:]))
 
     def kernel(*refs: Any) -> None:
-        first, state, alive, lengths, noise, layers, log_std, *results = refs
+        first, state, alive, lengths, noise, mischief, masks, layers, log_std, *results = refs
         state_after, alive_after, lengths_after, seen, action, scores, reward = results
         begun = Playing(jax.tree.unflatten(structure, [leaf[...] for leaf in state]), alive[...] != 0, lengths[...])
 
@@ -129,6 +136,11 @@ def play_in_kernel(
             units = tuple(noise[i, index, :] for i in range(noise.shape[0]))
             spread = tuple(log_std[i] for i in range(log_std.shape[0]))
             chosen = policy.choose_numbers(((spread,),), outputs, units[: policy.noise_size])
+            for (attack, _), who in zip(liars, masks, strict=True):
+                uniform = (each[index, :] for each in mischief)
+                changed = (attack.act(*pair) for pair in zip(chosen, uniform, strict=True))
+                pairs = zip(changed, chosen, strict=True)
+                chosen = tuple(jnp.where(who[0] != 0, new, old) for new, old in pairs)
             playing, paid = playing.moved(env, chosen, units[policy.noise_size :], first[0] + index, horizon)
             for ref, values in ((seen, observed), (action, chosen), (scores, outputs)):
                 for i, value in enumerate(values):

@@ -15,7 +15,7 @@ from byzpg.attacks import Attack
 from byzpg.envs import Task
 from byzpg.envs.host import HostTask
 from byzpg.policies import Policy, Weights
-from byzpg.rollouts import ACT, MISCHIEF, NOISE, RECORD, RESET, Clock, Episodes, rollout, where_agents
+from byzpg.rollouts import MISCHIEF, NOISE, RECORD, RESET, Clock, Episodes, Liars, rollout, where_agents
 from byzpg.spaces import Discrete, Space
 
 
@@ -27,16 +27,12 @@ def play(
     *,
     num_episodes: int,
     horizon: int,
-    attack: Attack,
-    byzantine: Array | None,
+    liars: Liars,
 ) -> Episodes:
     """As `rollout`, for any task; one on the host cannot be played inside a compiled program."""
     if isinstance(task, HostTask):
-        liars = byzantine if attack.poisons_play else None
-        return _play_on_host(task, policy, parameters, keys, num_episodes, Clock(horizon), attack, liars)
-    return rollout(
-        task, policy, parameters, keys, num_episodes=num_episodes, horizon=horizon, attack=attack, byzantine=byzantine
-    )
+        return _play_on_host(task, policy, parameters, keys, num_episodes, Clock(horizon), liars)
+    return rollout(task, policy, parameters, keys, num_episodes=num_episodes, horizon=horizon, liars=liars)
 
 
 def _play_on_host(
@@ -46,9 +42,9 @@ def _play_on_host(
     keys: Array,
     num_episodes: int,
     clock: Clock,
-    attack: Attack,
-    liars: Array | None,
+    liars: Liars,
 ) -> Episodes:
+    attacks, masks = tuple(attack for attack, _ in liars), [who for _, who in liars]
     shape = (len(parameters), num_episodes)
     num_rows = shape[0] * shape[1]  # one per episode of an agent
     weights = _weights(parameters, policy)
@@ -68,10 +64,9 @@ def _play_on_host(
             piece, within = divmod(time, clock.piece)
             if within == 0:
                 noise = _draws(keys, piece, NOISE, (clock.piece, num_episodes, policy.noise_size))
-                if liars is not None and attack.changes_actions:
+                if any(attack.changes_actions for attack in attacks):
                     mischief = _draws(keys, piece, MISCHIEF, (clock.piece, num_episodes, task.action_space.size))
-            given = (by_agent(seen), noise, mischief, within, time, keys, liars)
-            taken = _act(weights, *given, policy, task.action_space, attack)
+            taken = _act(weights, by_agent(seen), noise, mischief, within, masks, policy, task.action_space, attacks)
             action, log_probability = (np.asarray(each).reshape(num_rows, *each.shape[2:])[live] for each in taken)
             observations[live, time], actions[live, time], log_probabilities[live, time] = (
                 seen[live],
@@ -89,7 +84,7 @@ def _play_on_host(
     return Episodes(
         observations=jnp.asarray(by_agent(observations)),
         actions=jnp.asarray(by_agent(actions)),
-        rewards=paid if liars is None else _noted(paid, by_agent(lengths), liars, keys, attack, clock),
+        rewards=_noted(paid, by_agent(lengths), masks, keys, attacks, clock),
         log_probabilities=jnp.asarray(by_agent(log_probabilities)),
         lengths=jnp.asarray(by_agent(lengths)),
         returns=jnp.sum(paid, axis=2),
@@ -124,40 +119,43 @@ def _draws(keys: Array, piece: int, purpose: int, shape: tuple[int, int, int]) -
     return jax.vmap(lambda key: jax.random.uniform(key, shape), out_axes=1)(_keys_at(keys, purpose, piece))
 
 
-@partial(jax.jit, static_argnames=("policy", "space", "attack"))
+@partial(jax.jit, static_argnames=("policy", "space", "attacks"))
 def _act(
     weights: Weights,
     seen: Array,
     noise: Array,
     mischief: Array | None,
     within: int,
-    time: int,
-    keys: Array,
-    liars: Array | None,
+    masks: list[Array],
     policy: Policy,
     space: Space,
-    attack: Attack,
+    attacks: tuple[Attack, ...],
 ) -> tuple[Array, Array]:
     """The actions taken [agent, episode, ...] where `seen` [agent, episode, feature], and log π of them."""
     outputs = jax.vmap(policy.outputs)(weights, seen)
     action = jax.vmap(policy.draw)(weights, outputs, noise[within])
-    if liars is not None and mischief is not None:
-        changed = jax.vmap(attack.act)(action, space.uniform(mischief[within]), _keys_at(keys, ACT, time))
-        action = where_agents(liars, changed, action)
+    if mischief is not None:
+        uniform = space.uniform(mischief[within])
+        for attack, who in zip(attacks, masks, strict=True):
+            action = where_agents(who, attack.act(action, uniform), action)
     return action, jax.vmap(policy.log_probability)(weights, outputs, action)
 
 
-@partial(jax.jit, static_argnames=("attack", "clock"))
-def _noted(rewards: Array, lengths: Array, liars: Array, keys: Array, attack: Attack, clock: Clock) -> Array:
+@partial(jax.jit, static_argnames=("attacks", "clock"))
+def _noted(
+    rewards: Array, lengths: Array, masks: list[Array], keys: Array, attacks: tuple[Attack, ...], clock: Clock
+) -> Array:
     """What agents note down [agent, episode, time] where the environment paid `rewards`."""
-    pieces = rewards.reshape(*lengths.shape, -1, clock.piece)
-
-    def of_piece(paid: Array, piece: Array) -> Array:
-        return jax.vmap(attack.record)(paid, _keys_at(keys, RECORD, piece))
-
-    changed = jax.vmap(of_piece, (2, 0), 2)(pieces, jnp.arange(pieces.shape[2])).reshape(rewards.shape)
     alive = jnp.arange(clock.padded) < lengths[..., None]
-    return jnp.where(liars[:, None, None] & alive, changed, rewards)
+    for attack, who in zip(attacks, masks, strict=True):
+        pieces = rewards.reshape(*lengths.shape, -1, clock.piece)
+
+        def of_piece(paid: Array, piece: Array, attack: Attack = attack) -> Array:
+            return jax.vmap(attack.record)(paid, _keys_at(keys, RECORD, piece))
+
+        changed = jax.vmap(of_piece, (2, 0), 2)(pieces, jnp.arange(pieces.shape[2])).reshape(rewards.shape)
+        rewards = jnp.where(who[:, None, None] & alive, changed, rewards)
+    return rewards
 
 
 def _keys_at(keys: Array, *address: Array | int) -> Array:

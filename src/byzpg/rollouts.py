@@ -4,6 +4,7 @@ Every array leads with [agent, episode]; agents may be those of one federation o
 They are a plain axis and not a `vmap` around the loop, which would turn the loop's writes into scatters.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from byzpg.kernels import Played, Playing, fits_kernel, play_in_kernel
 from byzpg.policies import Policy
 
 # Addresses of random numbers: fold_in(agent's key, purpose, piece or time step).
-NOISE, MISCHIEF, ACT, RECORD, RESET = range(5)
+NOISE, MISCHIEF, RECORD, RESET = 0, 1, 3, 4
 
 # Gradients are taken about this many time steps at once: fewer waste time between products, more the processor's cache.
 SPAN = 100
@@ -63,6 +64,10 @@ class Episodes:
     steps: Array  # how many time steps the longest episode took
 
 
+# Attacks on play, each with the agents [agent] that commit it.
+Liars = Sequence[tuple[Attack, Array]]
+
+
 def rollout(
     env: Environment,
     policy: Policy,
@@ -71,19 +76,17 @@ def rollout(
     *,
     num_episodes: int,
     horizon: int,
-    attack: Attack | None = None,
-    byzantine: Array | None = None,
+    liars: Liars = (),
 ) -> Episodes:
     """Play `num_episodes` episodes with each agent's parameters [agent, d] and key [agent].
 
-    Where `byzantine` [agent] is set, the attack's play hooks change actions and noted rewards.
+    Where the mask of an attack is set, its play hooks change actions and noted rewards.
     """
     num_agents, clock = len(parameters), Clock(horizon)
     shape = (num_agents, num_episodes)
     weights = jax.vmap(policy.unflatten)(parameters)
     keys_of = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(RESET + 1)))(keys)
-    poisoned = attack if attack is not None and attack.poisons_play and byzantine is not None else None
-    acting = poisoned if poisoned is not None and poisoned.changes_actions else None
+    acting = [(attack, who) for attack, who in liars if attack.changes_actions]
 
     def draws(purpose: int, piece: Array, size: int) -> Array:
         """Uniform draws [time, agent, episode, size] for one piece, by address: agent, purpose, piece."""
@@ -93,50 +96,50 @@ def rollout(
 
         return jax.vmap(of_agent, out_axes=1)(keys_of[:, purpose])
 
-    def keys_at(keys_of: Array, purpose: int, when: Array) -> Array:
-        return jax.vmap(jax.random.fold_in, (0, None))(keys_of[:, purpose], when)
+    agents = (weights, [who for _, who in acting])
 
-    agents = (weights, keys_of, byzantine) if acting else (weights, None, None)
-
-    def step(agents: tuple[Any, ...], playing: Playing, given: tuple[Array, ...]) -> tuple[Playing, Played]:
-        (weights, keys_of, byzantine), (time, noise, mischief) = agents, given
+    def step(agents: tuple[Any, ...], playing: Playing, given: tuple[Any, ...]) -> tuple[Playing, Played]:
+        (weights, masks), (time, noise, mischief) = agents, given
         seen = jnp.stack(env.observe(playing.state), axis=-1)
         outputs = jax.vmap(policy.outputs)(weights, seen)
         action = jax.vmap(policy.choose)(weights, outputs, noise[..., : policy.noise_size])
-        if acting is not None:
-            mixed = env.action_space.uniform(mischief)
-            action = where_agents(byzantine, jax.vmap(acting.act)(action, mixed, keys_at(keys_of, ACT, time)), action)
+        for (attack, _), who in zip(acting, masks, strict=True):
+            action = where_agents(who, attack.act(action, mischief), action)
         chance = tuple(noise[..., i] for i in range(policy.noise_size, noise.shape[-1]))
         playing, reward = playing.moved(env, env.action_space.numbers(action), chance, time, horizon)
         return playing, Played(seen, action, outputs, reward)
 
     def in_a_loop(
-        agents: tuple[Any, ...], playing: Playing, times: Array, noise: Array, mischief: Array
+        agents: tuple[Any, ...], playing: Playing, times: Array, noise: Array, mischief: Array | None
     ) -> tuple[Playing, Played]:
         playing, played = lax.scan(partial(step, agents), playing, (times, noise, mischief))
         return playing, jax.tree.map(lambda each: jnp.moveaxis(each, 0, 2), played)
 
     def in_a_kernel(
-        agents: tuple[Any, ...], playing: Playing, times: Array, noise: Array, mischief: Array
+        agents: tuple[Any, ...], playing: Playing, times: Array, noise: Array, mischief: Array | None
     ) -> tuple[Playing, Played]:
-        return play_in_kernel(env, policy, weights, playing, times, noise, horizon)
+        weights, masks = agents
+        liars = [(attack, who) for (attack, _), who in zip(acting, masks, strict=True)]
+        return play_in_kernel(env, policy, weights, playing, times, noise, mischief, horizon, liars)
 
     def play_piece(carry: tuple[Array, Playing, Episodes]) -> tuple[Array, Playing, Episodes]:
         piece, playing, episodes = carry
         times = piece * clock.piece + jnp.arange(clock.piece)
-        mischief = draws(MISCHIEF, piece, env.action_space.size if acting else 0)
+        mischief = None
+        if acting:
+            mischief = env.action_space.uniform(draws(MISCHIEF, piece, env.action_space.size))
         mine, chance = jnp.split(draws(NOISE, piece, policy.noise_size + env.noise_size), [policy.noise_size], axis=-1)
         noise = jnp.concatenate([policy.deviates(mine), chance], axis=-1)
         playing, played = lax.platform_dependent(
             *(agents, playing, times, noise, mischief),
-            # Attacks are written for whole arrays.
-            cuda=in_a_loop if acting or not fits_kernel(env, policy) else in_a_kernel,
+            cuda=in_a_kernel if fits_kernel(env, policy) else in_a_loop,
             default=in_a_loop,
         )
         alive = times < playing.lengths[..., None]
         noted = played.reward
-        if poisoned is not None and byzantine is not None:
-            noted = where_agents(byzantine, jax.vmap(poisoned.record)(noted, keys_at(keys_of, RECORD, piece)), noted)
+        for attack, who in liars:
+            fresh = jax.vmap(jax.random.fold_in, (0, None))(keys_of[:, RECORD], piece)
+            noted = where_agents(who, jax.vmap(attack.record)(noted, fresh), noted)
         log_probability = jax.vmap(policy.log_probability)(weights, played.outputs, played.action)
 
         def write(buffer: Array, values: Array) -> Array:

@@ -1,8 +1,10 @@
 """Whole federations, many seeds at once, as one compiled program: it moves messages and holds no line of the method.
 
-Iterations run in blocks: `lax.scan` inside, progress, checkpoints and Ctrl-C between. The coin belongs to the driver:
-all seeds of a simulation share one sequence, or every iteration would compute both batch sizes. On a host task episodes
-are played between programs, and all the rest of an iteration is one program.
+Federations of one kind of agent run side by side, whatever their size, rules and liars: the episodes and gradients of
+all are one batch, the messages of each are its own. Iterations run in blocks: `lax.scan` inside, progress, checkpoints
+and Ctrl-C between. The coin belongs to the driver: all seeds of a simulation share one sequence, or every iteration
+would compute both batch sizes. On a host task episodes are played between programs, and all the rest of an iteration is
+one program.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +19,10 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from byzpg.algorithms import AgentState, Federation, Sampled
-from byzpg.attacks import Attack
 from byzpg.coin import CommonCoin
 from byzpg.envs.host import HostTask
 from byzpg.exchange import Diagnostics, Phase, exchange
-from byzpg.rollouts import Episodes
+from byzpg.rollouts import Episodes, Liars
 from byzpg.rules import Rule, clear_search_errors
 
 # Addresses of random numbers: fold_in(seed's key, INITIAL) for θ_0, SCHEDULE for who lies; for the rest, fold_in(seed's
@@ -34,7 +35,7 @@ SKIP, SMALL, LARGE = range(3)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SimulationState:
-    """All that continues a simulation; arrays of agents lead with [seed, holder]."""
+    """All that continues one federation; arrays of agents lead with [seed, holder]."""
 
     agents: AgentState
     output: Array  # θ_T̂ [seed, holder, d], once iteration T̂ has come
@@ -88,45 +89,55 @@ class Metrics(SampleMetrics, ExchangeMetrics):
     diameter_after: Array
 
 
+Federations = tuple[Federation, ...]
+States = tuple[SimulationState, ...]  # one per federation, all at the same iteration
+
+
 @dataclass(frozen=True)
 class Simulation:
-    """A federation run with several seeds side by side."""
+    """Federations of one kind of agent, each with the same seeds, side by side."""
 
-    federation: Federation
+    federations: Federations
     seeds: tuple[int, ...]
 
-    def start(self) -> SimulationState:
-        """The state before iteration 0: per seed one θ_0, common to all agents."""
+    def __post_init__(self) -> None:
+        if len({federation.agent for federation in self.federations}) != 1:
+            raise ValueError("the federations of a simulation must be of one kind of agent: put others in another one.")
+        if self.on_host and len(self.federations) > 1:
+            raise ValueError("a task on the host is played by one federation at a time: make a simulation of each.")
+
+    def start(self) -> States:
+        """The states before iteration 0: per seed one θ_0, common to all agents of all federations."""
         if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError("training runs in float32: turn JAX's 64-bit mode (jax_enable_x64) off.")
-        return self.placed(_start(jnp.asarray(self.seeds), self.federation))
+        return self.placed(_start(jnp.asarray(self.seeds), self.federations))
 
-    def placed(self, state: SimulationState) -> SimulationState:
-        """The state where `run` leaves it: from elsewhere, a second program would be compiled for the next block."""
-        return _placed(state, self._mesh())
+    def placed(self, states: States) -> States:
+        """The states where `run` leaves them: from elsewhere, a second program would be compiled for the next block."""
+        return _placed(states, self._mesh())
 
     def coin(self) -> CommonCoin:
         """The coin of all seeds: that of the first one's θ_0."""
-        return CommonCoin.of(np.asarray(self.start().agents.parameters[0, 0]))
+        return CommonCoin.of(np.asarray(self.start()[0].agents.parameters[0, 0]))
 
     def run(
-        self, state: SimulationState, batches: Sequence[int] | np.ndarray, output_iteration: int
-    ) -> tuple[SimulationState, Metrics]:
+        self, states: States, batches: Sequence[int] | np.ndarray, output_iteration: int
+    ) -> tuple[States, tuple[Metrics, ...]]:
         """One iteration per entry of `batches`: LARGE, SMALL, or SKIP to fill up a block; metrics [seed, entry].
 
-        The state handed in is consumed. One program is compiled per length of `batches`; on the host, one per size.
+        The states handed in are consumed. One program is compiled per length of `batches`; on the host, one per size.
         """
         with clear_search_errors():
             seeds = jnp.asarray(self.seeds)
             keys = Keys(_keys(seeds, SCHEDULE), _keys(seeds, ITERATIONS))
             coins = (jnp.asarray(batches), jnp.asarray(output_iteration))
             run = _run_on_host if self.on_host else _run_block
-            return jax.block_until_ready(run(state, keys, *coins, self.federation, self._mesh()))
+            return jax.block_until_ready(run(states, keys, *coins, self.federations, self._mesh()))
 
     @property
     def on_host(self) -> bool:
         """Whether episodes are played outside JAX."""
-        return isinstance(self.federation.agent.env, HostTask)
+        return isinstance(self.federations[0].agent.env, HostTask)
 
     def _mesh(self) -> Mesh:
         """Seeds need nothing of each other: they are dealt to as many devices as divide them evenly."""
@@ -140,11 +151,16 @@ def _keys(seeds: Array, purpose: int) -> Array:
     return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), purpose))(seeds)
 
 
-@partial(jax.jit, static_argnames="federation")
-def _start(seeds: Array, federation: Federation) -> SimulationState:
-    initial = jax.vmap(federation.agent.policy.initial)(_keys(seeds, INITIAL))
-    agents = _split(federation.agent.initial(jnp.repeat(initial, federation.num_holders, axis=0)), len(seeds))
-    return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
+@partial(jax.jit, static_argnames="federations")
+def _start(seeds: Array, federations: Federations) -> States:
+    agent = federations[0].agent
+    initial = jax.vmap(agent.policy.initial)(_keys(seeds, INITIAL))
+
+    def of(federation: Federation) -> SimulationState:
+        agents = _split(agent.initial(jnp.repeat(initial, federation.num_holders, axis=0)), len(seeds))
+        return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
+
+    return tuple(map(of, federations))
 
 
 # Shorter compilation, on CPUs by the one and on GPUs by the other, for programs that then run about as fast.
@@ -154,18 +170,18 @@ QUICK_COMPILATION = {
 }
 
 
-@partial(jax.jit, static_argnames=("federation", "mesh"), donate_argnames="state", compiler_options=QUICK_COMPILATION)
+@partial(jax.jit, static_argnames=("federations", "mesh"), donate_argnames="states", compiler_options=QUICK_COMPILATION)
 def _run_block(
-    state: SimulationState, keys: Keys, batches: Array, output_iteration: Array, federation: Federation, mesh: Mesh
-) -> tuple[SimulationState, Metrics]:
+    states: States, keys: Keys, batches: Array, output_iteration: Array, federations: Federations, mesh: Mesh
+) -> tuple[States, tuple[Metrics, ...]]:
     by_seed, everywhere = PartitionSpec("seed"), PartitionSpec()
     return jax.shard_map(
-        partial(_iterate_block, federation),
+        partial(_iterate_block, federations),
         mesh=mesh,
-        in_specs=(_layout(state), by_seed, everywhere, everywhere),
-        out_specs=(_layout(state), by_seed),
+        in_specs=(_layout(states), by_seed, everywhere, everywhere),
+        out_specs=(_layout(states), by_seed),
         check_vma=False,
-    )(state, keys, batches, output_iteration)
+    )(states, keys, batches, output_iteration)
 
 
 def _layout(tree):
@@ -179,78 +195,82 @@ def _placed(tree, mesh: Mesh):
 
 
 def _iterate_block(
-    federation: Federation, state: SimulationState, keys: Keys, batches: Array, output_iteration: Array
-) -> tuple[SimulationState, Metrics]:
+    federations: Federations, states: States, keys: Keys, batches: Array, output_iteration: Array
+) -> tuple[States, tuple[Metrics, ...]]:
     """The iterations of one device's seeds."""
 
-    def iterate(state: SimulationState, batch: Array) -> tuple[SimulationState, Metrics]:
-        state = _with_output(state, output_iteration)
-        iteration = partial(_iteration, federation, federation.agent.play)
-        return lax.cond(batch == SKIP, _skip, iteration, state, keys, batch == LARGE)
+    def iterate(states: States, batch: Array) -> tuple[States, tuple[Metrics, ...]]:
+        states = _with_output(states, output_iteration)
+        iteration = partial(_iteration, federations, federations[0].agent.play)
+        return lax.cond(batch == SKIP, _skip, iteration, states, keys, batch == LARGE)
 
-    state, metrics = lax.scan(iterate, state, batches)
-    return state, jax.tree.map(lambda values: values.T, metrics)
+    states, metrics = lax.scan(iterate, states, batches)
+    return states, jax.tree.map(lambda values: values.T, metrics)
 
 
 def _run_on_host(
-    state: SimulationState, keys: Keys, batches: Array, output_iteration: Array, federation: Federation, mesh: Mesh
-) -> tuple[SimulationState, Metrics]:
-    """As `_run_block`, with episodes from outside JAX."""
+    states: States, keys: Keys, batches: Array, output_iteration: Array, federations: Federations, mesh: Mesh
+) -> tuple[States, tuple[Metrics, ...]]:
+    """As `_run_block`, for one federation with episodes from outside JAX."""
     metrics = []
     for batch in batches.tolist():
         if batch == SKIP:
-            metrics.append(_skip(state, keys, False)[1])
+            metrics.append(_skip(states, keys, False)[1])
             continue
         large = batch == LARGE
         # One device: the policies of one time step are too little to be dealt out.
-        players = jax.device_put(_players_now(state, keys, federation, large), mesh.devices[0])
-        episodes = federation.agent.play(
-            players.agents.parameters, players.keys, large, federation.attack, players.byzantine
+        players = jax.device_put(_players_now(states, keys, federations, large), mesh.devices[0])
+        liars = _liars(federations, [players])
+        episodes = federations[0].agent.play(players.agents.parameters, players.keys, large, liars)
+        states, entry = _run_iteration(
+            states, keys, _placed(episodes, mesh), output_iteration, federations, large, mesh
         )
-        state, entry = _run_iteration(state, keys, _placed(episodes, mesh), output_iteration, federation, large, mesh)
         metrics.append(entry)
-    return state, jax.tree.map(lambda *entries: np.stack(entries, axis=1), *metrics)
+    return states, jax.tree.map(lambda *entries: np.stack(entries, axis=1), *metrics)
 
 
 @partial(
     jax.jit,
-    static_argnames=("federation", "large", "mesh"),
-    donate_argnames="state",
+    static_argnames=("federations", "large", "mesh"),
+    donate_argnames="states",
     compiler_options=QUICK_COMPILATION,
 )
 def _run_iteration(
-    state: SimulationState,
+    states: States,
     keys: Keys,
     episodes: Episodes,
     output_iteration: Array,
-    federation: Federation,
+    federations: Federations,
     large: bool,
     mesh: Mesh,
-) -> tuple[SimulationState, Metrics]:
+) -> tuple[States, tuple[Metrics, ...]]:
     """One iteration with the episodes given."""
 
     def iterate(
-        state: SimulationState, keys: Keys, episodes: Episodes, output_iteration: Array
-    ) -> tuple[SimulationState, Metrics]:
-        return _iteration(federation, lambda *_: episodes, _with_output(state, output_iteration), keys, large)
+        states: States, keys: Keys, episodes: Episodes, output_iteration: Array
+    ) -> tuple[States, tuple[Metrics, ...]]:
+        return _iteration(federations, lambda *_: episodes, _with_output(states, output_iteration), keys, large)
 
     return jax.shard_map(
         iterate,
         mesh=mesh,
-        in_specs=(_layout(state), PartitionSpec("seed"), _layout(episodes), PartitionSpec()),
-        out_specs=(_layout(state), PartitionSpec("seed")),
+        in_specs=(_layout(states), PartitionSpec("seed"), _layout(episodes), PartitionSpec()),
+        out_specs=(_layout(states), PartitionSpec("seed")),
         check_vma=False,
-    )(state, keys, episodes, output_iteration)
+    )(states, keys, episodes, output_iteration)
 
 
-def _with_output(state: SimulationState, output_iteration: Array) -> SimulationState:
-    arrived = jnp.equal(state.iteration, output_iteration)
-    return replace(state, output=jnp.where(arrived, state.agents.parameters, state.output))
+def _with_output(states: States, output_iteration: Array) -> States:
+    def of(state: SimulationState) -> SimulationState:
+        arrived = jnp.equal(state.iteration, output_iteration)
+        return replace(state, output=jnp.where(arrived, state.agents.parameters, state.output))
+
+    return tuple(map(of, states))
 
 
-def _skip(state: SimulationState, keys: Keys, large: Array | bool) -> tuple[SimulationState, Metrics]:
+def _skip(states: States, keys: Keys, large: Array | bool) -> tuple[States, tuple[Metrics, ...]]:
     blank = jnp.full(len(keys.schedule), jnp.nan)
-    return state, Metrics(*(blank for _ in fields(Metrics)))
+    return states, tuple(Metrics(*(blank for _ in fields(Metrics))) for _ in states)
 
 
 @jax.tree_util.register_dataclass
@@ -300,32 +320,81 @@ def _players(federation: Federation, state: SimulationState, cast: Cast, large: 
     return _merge(Players(agents, cast.play_keys[:, :num_players], liars))
 
 
-@partial(jax.jit, static_argnames=("federation", "large"))
-def _players_now(state: SimulationState, keys: Keys, federation: Federation, large: bool) -> Players:
-    return _players(federation, state, _cast(federation, state.iteration, keys), large)
+@partial(jax.jit, static_argnames=("federations", "large"))
+def _players_now(states: States, keys: Keys, federations: Federations, large: bool) -> Players:
+    return _players(federations[0], states[0], _cast(federations[0], states[0].iteration, keys), large)
 
 
-# Plays a batch: of parameters, keys, whether it is large, attack, who lies.
-Play = Callable[[Array, Array, bool, Attack, Array], Episodes]
+def _liars(federations: Federations, players: list[Players]) -> Liars:
+    """The attacks on play, each with the players of all federations [player] that commit it."""
+    attacks = dict.fromkeys(federation.attack for federation in federations if federation.attack.poisons_play)
+    pairs = list(zip(federations, players, strict=True))
+    return [
+        (attack, jnp.concatenate([each.byzantine & (federation.attack == attack) for federation, each in pairs]))
+        for attack in attacks
+    ]
+
+
+def _everyone(parts: list[Any]) -> Any:
+    """The players of all federations in one row: leaves of all trees joined along their first axis."""
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts) if len(parts) > 1 else parts[0]
+
+
+def _by_seed(players: list[Players], num_seeds: int, tree: Any) -> list[Any]:
+    """The opposite of `_everyone`: of each federation, leaves [seed, player, ...]."""
+    ends = np.cumsum([len(each.keys) for each in players])[:-1]
+    leaves, structure = jax.tree.flatten(tree)
+    pieces = zip(*(jnp.split(leaf, ends) for leaf in leaves), strict=True)
+    return [_split(jax.tree.unflatten(structure, piece), num_seeds) for piece in pieces]
+
+
+# Plays a batch: of parameters, keys, whether it is large, and who lies.
+Play = Callable[[Array, Array, bool, Liars], Episodes]
 
 
 def _iteration(
-    federation: Federation, play: Play, state: SimulationState, keys: Keys, large: Array | bool
-) -> tuple[SimulationState, Metrics]:
-    """One iteration of all seeds."""
-    num_seeds, agent = len(keys.schedule), federation.agent
-    cast = _cast(federation, state.iteration, keys)
+    federations: Federations, play: Play, states: States, keys: Keys, large: Array | bool
+) -> tuple[States, tuple[Metrics, ...]]:
+    """One iteration of all federations and seeds."""
+    num_seeds, agent = len(keys.schedule), federations[0].agent
+    rounds = [
+        _Round(federation, state, _cast(federation, state.iteration, keys))
+        for federation, state in zip(federations, states, strict=True)
+    ]
 
-    def sample(batch_is_large: bool) -> tuple[Array, SampleMetrics]:
-        """The players' estimates [seed, player, d]."""
-        players = _players(federation, state, cast, batch_is_large)
-        episodes = play(players.agents.parameters, players.keys, batch_is_large, federation.attack, players.byzantine)
-        estimates, sampled = agent.estimate(players.agents, episodes, batch_is_large)
-        honest = _split(~players.byzantine, num_seeds)
-        return _split(estimates, num_seeds), _sample_metrics(honest, _split(sampled, num_seeds))
+    def estimated(batch_is_large: bool) -> list[tuple[Array, SampleMetrics, ExchangeMetrics]]:
+        """Of each federation, what its holders of parameters estimate [seed, holder, d]: a server, by its workers."""
+        players = [_players(each.federation, each.state, each.cast, batch_is_large) for each in rounds]
+        everyone = _everyone(players)
+        liars = _liars(federations, players)
+        episodes = play(everyone.agents.parameters, everyone.keys, batch_is_large, liars)
+        results = _by_seed(players, num_seeds, agent.estimate(everyone.agents, episodes, batch_is_large))
+        found = []
+        for this, playing, (estimates, sampled) in zip(rounds, players, results, strict=True):
+            exchanged = ExchangeMetrics.none(num_seeds)
+            if this.federation.centralized and batch_is_large:
+                estimates, exchanged = this.aggregate(estimates)
+            honest = _split(~playing.byzantine, num_seeds)
+            found.append((estimates, _sample_metrics(honest, sampled), exchanged))
+        return found
 
-    def send(rule: Rule, phase: Phase, vectors: Array, message_keys: Array) -> tuple[Array, Diagnostics]:
+    found = _either(large, partial(estimated, True), partial(estimated, False))
+    outcomes = [this.finish(*each) for this, each in zip(rounds, found, strict=True)]
+    following, metrics = zip(*outcomes, strict=True)
+    return following, metrics
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One federation in one iteration: its messages, and what comes of them."""
+
+    federation: Federation
+    state: SimulationState
+    cast: Cast
+
+    def send(self, rule: Rule, phase: Phase, vectors: Array, message_keys: Array) -> tuple[Array, Diagnostics]:
         """One round of messages: results [seed, receiver, d]."""
+        federation = self.federation
 
         def of_seed(vectors: Array, liars: Array, key: Array) -> tuple[Array, Diagnostics]:
             results, diagnostics = exchange(
@@ -333,9 +402,9 @@ def _iteration(
                 vectors,
                 byzantine=liars,
                 attack=federation.attack,
-                num_byzantine=federation.num_byzantine,
+                num_byzantine=federation.num_declared,
                 phase=phase,
-                iteration=state.iteration,
+                iteration=self.state.iteration,
                 key=key,
                 at_server=federation.centralized,
                 diagnose=True,
@@ -343,48 +412,39 @@ def _iteration(
             assert diagnostics is not None
             return results.reshape(federation.num_holders, -1), diagnostics
 
-        return jax.vmap(of_seed)(vectors, cast.liars, message_keys)
+        return jax.vmap(of_seed)(vectors, self.cast.liars, message_keys)
 
-    def aggregate(estimates: Array) -> tuple[Array, ExchangeMetrics]:
-        if federation.num_agents == 1:
-            return estimates, ExchangeMetrics.none(num_seeds)
-        aggregated, report = send(federation.aggregator, "gradients", estimates, cast.gradient_keys)
-        return aggregated, _exchange_metrics(cast.is_honest, report)
+    def aggregate(self, estimates: Array) -> tuple[Array, ExchangeMetrics]:
+        if self.federation.num_agents == 1:
+            return estimates, ExchangeMetrics.none(len(estimates))
+        aggregated, report = self.send(self.federation.aggregator, "gradients", estimates, self.cast.gradient_keys)
+        return aggregated, _exchange_metrics(self.cast.is_honest, report)
 
-    if federation.centralized:
+    def finish(self, own: Array, sampled: SampleMetrics, exchanged: ExchangeMetrics) -> tuple[SimulationState, Metrics]:
+        """The rest of the iteration, once its holders of parameters have their estimates [seed, holder, d]."""
+        federation, state, num_seeds = self.federation, self.state, len(own)
+        aggregated = own
+        if not federation.centralized:
+            aggregated, exchanged = self.aggregate(own)
+        before = state.agents.parameters
+        advanced = federation.agent.advance(_merge(state.agents), _merge(own), _merge(aggregated))
+        agents = _split(advanced, num_seeds)
 
-        def by_workers() -> tuple[Array, SampleMetrics, ExchangeMetrics]:
-            estimates, sampled = sample(True)
-            aggregated, exchanged = aggregate(estimates)
-            return aggregated, sampled, exchanged
+        diameters = jnp.full((2, num_seeds), jnp.nan)
+        if federation.agrees:
+            assert federation.agreement is not None
+            send_parameters = partial(self.send, federation.agreement, "parameters")
 
-        def by_server() -> tuple[Array, SampleMetrics, ExchangeMetrics]:
-            return *sample(False), ExchangeMetrics.none(num_seeds)
+            def agree(parameters: Array, message_keys: Array) -> tuple[Array, tuple[Array, Array]]:
+                agreed, report = send_parameters(parameters, message_keys)
+                return agreed, (report.diameter_before, report.diameter_after)
 
-        aggregated, sampled, exchanged = _either(large, by_workers, by_server)
-        own = aggregated  # of the one that holds parameters
-    else:
-        own, sampled = _either(large, partial(sample, True), partial(sample, False))
-        aggregated, exchanged = aggregate(own)
+            agreed, (first, last) = lax.scan(agree, agents.parameters, self.cast.round_keys.T)
+            diameters = jnp.stack([first[0], last[-1]])
+            agents = federation.agent.settle(before, agents, agreed)
 
-    before = state.agents.parameters
-    agents = _split(agent.advance(_merge(state.agents), _merge(own), _merge(aggregated)), num_seeds)
-
-    diameters = jnp.full((2, num_seeds), jnp.nan)
-    if federation.agrees:
-        assert federation.agreement is not None
-        send_parameters = partial(send, federation.agreement, "parameters")
-
-        def agree(parameters: Array, message_keys: Array) -> tuple[Array, tuple[Array, Array]]:
-            agreed, report = send_parameters(parameters, message_keys)
-            return agreed, (report.diameter_before, report.diameter_after)
-
-        agreed, (first, last) = lax.scan(agree, agents.parameters, cast.round_keys.T)
-        diameters = jnp.stack([first[0], last[-1]])
-        agents = agent.settle(before, agents, agreed)
-
-    metrics = Metrics(**vars(sampled), **vars(exchanged), diameter_before=diameters[0], diameter_after=diameters[1])
-    return SimulationState(agents, state.output, state.iteration + 1), metrics
+        metrics = Metrics(**vars(sampled), **vars(exchanged), diameter_before=diameters[0], diameter_after=diameters[1])
+        return SimulationState(agents, state.output, state.iteration + 1), metrics
 
 
 def _either(condition: Array | bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:

@@ -1,10 +1,14 @@
-"""From a configuration to a run: blocks of iterations, progress and checkpoints between them."""
+"""From configurations to runs: blocks of iterations, progress and checkpoints between them.
+
+Runs that differ in who takes part, who lies and what the others do about it share one program.
+"""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +17,21 @@ import numpy as np
 from byzpg import published
 from byzpg.config import Config, Settings
 from byzpg.runs import Checkpoint, Run, RunDirectory
-from byzpg.simulate import LARGE, SKIP, SMALL, Metrics, Simulation, SimulationState
+from byzpg.simulate import LARGE, SKIP, SMALL, Metrics, Simulation, SimulationState, States
 
 # Iterations between two looks at the clock: few enough for Ctrl-C, enough to hide the way to the host and back.
 BLOCK = 8
+# Checkpoints are this far apart, and further where they are large: writing them is to take a small share of the time.
 CHECKPOINT_SECONDS = 5.0
+CHECKPOINT_SHARE = 0.05
+# Steps of one batch of episodes in a shared program: more would no longer fit the memory (of a GPU: 140 GB of it), and
+# on a CPU not the cache either.
+LARGEST_BATCH = {"cpu": 12_000_000, "gpu": 120_000_000}
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """How far a run is, or several that share a program."""
 
     iteration: int
     num_iterations: int
@@ -30,6 +39,8 @@ class Progress:
     total_trajectories: int
     mean_return: float  # of the last block, over seeds and honest agents
     seconds: float  # since training (or resuming) began
+    done: float = 0.0  # share of all the work that was asked for
+    label: str = ""  # what runs
 
 
 OnProgress = Callable[[Progress], None]
@@ -59,7 +70,7 @@ def train(config: Config, directory: str | Path | None = None, on_progress: OnPr
     """Train as configured. With a directory, everything is kept there and can be resumed; without, in memory alone."""
     settings = config.resolved()
     kept = None if directory is None else RunDirectory.create(Path(directory), settings)
-    return _run(settings, kept, None, on_progress)
+    return _run([_Pending(settings, kept, None)], on_progress)[0]
 
 
 def resume(directory: str | Path, on_progress: OnProgress | None = None) -> Run:
@@ -70,7 +81,33 @@ def resume(directory: str | Path, on_progress: OnProgress | None = None) -> Run:
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
         return kept.read_results()
-    return _run(kept.settings(), kept, kept.read_checkpoint(), on_progress)
+    return _run([_Pending(kept.settings(), kept, kept.read_checkpoint())], on_progress)[0]
+
+
+def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = None) -> None:
+    """Continue many runs, as many as possible in one program; complete ones are left alone.
+
+    What a run computes is the same as alone up to rounding, which depends on what it shares a program with.
+    """
+    opened = [RunDirectory.open(directory) for directory in directories]
+    pending = [_Pending(kept.settings(), kept, kept.read_checkpoint()) for kept in opened if not kept.complete]
+    programs: dict[Any, list[_Pending]] = {}
+    for each in pending:
+        programs.setdefault(each.program, []).append(each)
+    parts = [part for group in programs.values() for part in _parts(group)]
+    total, before = sum(each.work for each in pending), 0.0
+    started = time.monotonic()
+    for number, part in enumerate(parts, 1):
+        work = sum(each.work for each in part)
+
+        def of_all(progress: Progress, part=part, work=work, number=number, before=before) -> None:
+            assert on_progress is not None
+            done = (before + work * progress.trajectories / progress.total_trajectories) / total
+            label = f"{number} of {len(parts)} programs, {len(part)} run{'s' * (len(part) > 1)}"
+            on_progress(replace(progress, done=done, label=label, seconds=time.monotonic() - started))
+
+        _run(part, None if on_progress is None else of_all)
+        before += work
 
 
 def load(directory: str | Path) -> Run:
@@ -86,58 +123,112 @@ def load(directory: str | Path) -> Run:
     settings = kept.settings()
     simulation = settings.simulation()
     plan = Plan.of(settings, simulation)
-    return _results(settings, plan, _restored(simulation, checkpoint), checkpoint.metrics)
+    return _results(settings, plan, _restored(simulation, [checkpoint])[0], checkpoint.metrics)
 
 
-def _restored(simulation: Simulation, checkpoint: Checkpoint) -> SimulationState:
-    leaves, structure = jax.tree.flatten(simulation.start())
-    columns = {column.name: (len(simulation.seeds), checkpoint.iteration) for column in fields(Metrics)}
-    fits = [(leaf.shape, leaf.dtype) for leaf in leaves] == [(leaf.shape, leaf.dtype) for leaf in checkpoint.state]
-    if not fits or columns != {name: values.shape for name, values in checkpoint.metrics.items()}:
-        raise ValueError(
-            "the checkpoint does not fit this version of byzpg: its arrays have other names or shapes. "
-            "Go on with the version that provenance.json names, or train anew in another directory."
-        )
-    return simulation.placed(jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in checkpoint.state]))
+def _restored(simulation: Simulation, checkpoints: Sequence[Checkpoint]) -> States:
+    states = []
+    for start, checkpoint in zip(simulation.start(), checkpoints, strict=True):
+        leaves, structure = jax.tree.flatten(start)
+        columns = {column.name: (len(simulation.seeds), checkpoint.iteration) for column in fields(Metrics)}
+        fits = [(leaf.shape, leaf.dtype) for leaf in leaves] == [(leaf.shape, leaf.dtype) for leaf in checkpoint.state]
+        if not fits or columns != {name: values.shape for name, values in checkpoint.metrics.items()}:
+            raise ValueError(
+                "the checkpoint does not fit this version of byzpg: its arrays have other names or shapes. "
+                "Go on with the version that provenance.json names, or train anew in another directory."
+            )
+        states.append(jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in checkpoint.state]))
+    return simulation.placed(tuple(states))
 
 
-def _run(
-    settings: Settings, kept: RunDirectory | None, checkpoint: Checkpoint | None, on_progress: OnProgress | None
-) -> Run:
+@dataclass(frozen=True)
+class _Pending:
+    """A run to do, or the rest of one."""
+
+    settings: Settings
+    kept: RunDirectory | None
+    checkpoint: Checkpoint | None
+
+    @property
+    def program(self) -> Any:
+        """Runs with the same share a program: the same agents, seeds and coin, and as far as each other."""
+        settings = self.settings
+        coin = (settings.coin, settings.switch_probability, settings.trajectories)
+        alone = self.kept if settings.simulation().on_host else None
+        iteration = self.checkpoint.iteration if self.checkpoint is not None else 0
+        return settings.federation().agent, settings.seeds, coin, iteration, alone
+
+    @property
+    def batch(self) -> int:
+        """Steps of a large batch of episodes."""
+        settings = self.settings
+        return settings.num_seeds * settings.num_agents * settings.large_batch * settings.horizon
+
+    @property
+    def work(self) -> float:
+        """What it will cost, in episodes."""
+        settings = self.settings
+        return float(settings.num_seeds * settings.num_agents * settings.trajectories)
+
+
+def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
+    """Runs of one program in parts, as few and as equal as memory allows."""
+    largest = LARGEST_BATCH["gpu" if jax.default_backend() == "gpu" else "cpu"]
+    number = min(len(group), -(-sum(each.batch for each in group) // largest))
+    ordered = sorted(group, key=lambda each: each.batch)
+    for part in range(number):
+        yield ordered[part::number]
+
+
+def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Run]:
+    """Run what fits one program to its end."""
     started = time.monotonic()
-    simulation = settings.simulation()
+    settings = pending[0].settings
+    simulation = Simulation(tuple(each.settings.federation() for each in pending), settings.seeds)
     plan = Plan.of(settings, simulation)
     num_iterations = len(plan.large)
-    state, blocks, begin = simulation.start(), [], 0
-    if checkpoint is not None:
-        state, blocks, begin = _restored(simulation, checkpoint), [checkpoint.metrics], checkpoint.iteration
-    saved = started
+    states, begin = simulation.start(), 0
+    blocks: list[list[dict[str, np.ndarray]]] = [[] for _ in pending]
+    if pending[0].checkpoint is not None:
+        checkpoints = [each.checkpoint for each in pending if each.checkpoint is not None]
+        states, begin = _restored(simulation, checkpoints), checkpoints[0].iteration
+        blocks = [[checkpoint.metrics] for checkpoint in checkpoints]
+    next_save = started + CHECKPOINT_SECONDS
     block_length = 1 if simulation.on_host else BLOCK  # on the host, one iteration may take minutes
     for first in range(begin, num_iterations, block_length):
         last = min(first + block_length, num_iterations)
         batches = np.full(block_length, SKIP)
         batches[: last - first] = np.where(plan.large[first:last], LARGE, SMALL)
-        state, block = simulation.run(state, batches, plan.output_iteration)
-        blocks.append({name: np.asarray(values)[:, : last - first] for name, values in vars(block).items()})
+        states, latest = simulation.run(states, batches, plan.output_iteration)
+        for kept_blocks, block in zip(blocks, latest, strict=True):
+            kept_blocks.append({name: np.asarray(values)[:, : last - first] for name, values in vars(block).items()})
         stopped = None
         if on_progress is not None:
-            latest = float(np.mean(blocks[-1]["return_mean"]))
+            latest_return = float(np.mean([each[-1]["return_mean"] for each in blocks]))
             reached, total = int(plan.trajectories[last - 1]), int(plan.trajectories[-1])
             try:
-                on_progress(Progress(last, num_iterations, reached, total, latest, time.monotonic() - started))
+                seconds = time.monotonic() - started
+                on_progress(Progress(last, num_iterations, reached, total, latest_return, seconds))
             except BaseException as error:  # whoever watches may stop a run (Ctrl-C): not before it is saved
                 stopped = error
-        due = stopped or last == num_iterations or time.monotonic() - saved > CHECKPOINT_SECONDS
-        if kept is not None and due:
-            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-            kept.write_checkpoint(Checkpoint(last, leaves, _joined(blocks)))
-            saved = time.monotonic()
+        began = time.monotonic()
+        if stopped or last == num_iterations or began > next_save:
+            for each, state, kept_blocks in zip(pending, states, blocks, strict=True):
+                if each.kept is not None:
+                    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+                    each.kept.write_checkpoint(Checkpoint(last, leaves, _joined(kept_blocks)))
+            spent = time.monotonic() - began
+            next_save = time.monotonic() + max(CHECKPOINT_SECONDS, spent / CHECKPOINT_SHARE)
         if stopped is not None:
             raise stopped
-    run = _results(settings, plan, state, _joined(blocks))
-    if kept is not None:
-        kept.write_results(run)
-    return run
+    runs = [
+        _results(each.settings, plan, state, _joined(kept_blocks))
+        for each, state, kept_blocks in zip(pending, states, blocks, strict=True)
+    ]
+    for each, run in zip(pending, runs, strict=True):
+        if each.kept is not None:
+            each.kept.write_results(run)
+    return runs
 
 
 def _joined(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
