@@ -38,7 +38,10 @@ ORDER = [
     "training",
     "play",
     "statistics",
+    "experiments",
+    "results",
     "figures",
+    "report",
     "cli",
 ]
 

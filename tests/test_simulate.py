@@ -187,6 +187,8 @@ SIDE_BY_SIDE: list[dict[str, Any]] = [
     {"algorithm": "ByzPG", "num_agents": 5, "attack": "AvgZero", "rounds": None},
     {"algorithm": "Dec-PAGE-PG", "num_agents": 3, "num_byzantine": 1, "aggregator": None, "rounds": None},
     {"algorithm": "PAGE-PG", "aggregator": None, "rounds": None},
+    {"num_agents": 4, "gate": 0.5, "step_size": 0.01},
+    {"num_agents": 3, "gate": 0.5, "step_size": 0.01},
 ]
 
 
@@ -200,15 +202,16 @@ def test_federations_side_by_side_do_what_each_does_alone() -> None:
         alone = each.simulation()
         (expected_state,), (expected,) = alone.run(alone.start(), batches, 2)
         for name, values in vars(expected).items():
-            np.testing.assert_allclose(getattr(found, name), values, rtol=2e-3, atol=1e-3, err_msg=name)
+            tolerance = 0.02 if "weight" in name else 1e-3  # RFA's weights magnify rounding most
+            np.testing.assert_allclose(getattr(found, name), values, rtol=2e-3, atol=tolerance, err_msg=name)
         for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-4)
     assert len({np.asarray(found.return_mean[:, 1:]).tobytes() for found in metrics}) == len(settings)
 
 
-def test_a_simulation_is_of_one_kind_of_agent() -> None:
-    ours, theirs = settings_of(num_agents=5), settings_of(num_agents=5, step_size=0.5)
-    with pytest.raises(ValueError, match="one kind of agent"):
+def test_agents_of_a_simulation_play_alike() -> None:
+    ours, theirs = settings_of(num_agents=5), settings_of(num_agents=5, large_batch=7)
+    with pytest.raises(ValueError, match="one pair of batch sizes"):
         Simulation((ours.federation(), theirs.federation()), (0,))
 
 

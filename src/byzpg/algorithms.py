@@ -8,7 +8,7 @@ Every function takes a batch of agents, arrays leading with [agent]; a live peer
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,11 @@ class Agent(Component):
     memory: Literal["paper", "script"]  # what θ_{t−1} and v̂_{t−1} are, see `advance`
     optimizer: Literal["adam", "sgd"]
     step_size: float  # η
+
+    @property
+    def playing(self) -> tuple[Any, ...]:
+        """All that decides its episodes, parameters and chance apart."""
+        return self.env, self.policy, self.horizon, self.large_batch, self.small_batch
 
     @property
     def _transform(self) -> optax.GradientTransformation:

@@ -118,7 +118,7 @@ class RunDirectory:
             raise ValueError(f"{path} is not an empty directory: choose another one.")
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
-        directory._write_json("provenance.json", _provenance())
+        directory._write_json("provenance.json", provenance())
         directory._write_json("config.json", settings.as_data())
         return directory
 
@@ -192,7 +192,8 @@ class RunDirectory:
             raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def _provenance() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
+    """The command, versions and machine of this process."""
     devices = jax.local_devices()
     return {
         "command": sys.argv,

@@ -1,10 +1,10 @@
 """Whole federations, many seeds at once, as one compiled program: it moves messages and holds no line of the method.
 
-Federations of one kind of agent run side by side, whatever their size, rules and liars: the episodes and gradients of
-all are one batch, the messages of each are its own. Iterations run in blocks: `lax.scan` inside, progress, checkpoints
-and Ctrl-C between. The coin belongs to the driver: all seeds of a simulation share one sequence, or every iteration
-would compute both batch sizes. On a host task episodes are played between programs, and all the rest of an iteration is
-one program.
+Federations whose agents play alike run side by side, whatever their size, rules and liars: the episodes of all are one
+batch, so are the gradients of those that estimate alike, and the messages of each are its own. Iterations run in
+blocks: `lax.scan` inside, progress, checkpoints and Ctrl-C between. The coin belongs to the driver: all seeds of a
+simulation share one sequence, or every iteration would compute both batch sizes. On a host task episodes are played
+between programs, and all the rest of an iteration is one program.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from byzpg.algorithms import AgentState, Federation, Sampled
+from byzpg.algorithms import Agent, AgentState, Federation, Sampled
 from byzpg.coin import CommonCoin
 from byzpg.envs.host import HostTask
 from byzpg.exchange import Diagnostics, Phase, exchange
@@ -95,14 +95,17 @@ States = tuple[SimulationState, ...]  # one per federation, all at the same iter
 
 @dataclass(frozen=True)
 class Simulation:
-    """Federations of one kind of agent, each with the same seeds, side by side."""
+    """Federations whose agents play alike, each with the same seeds, side by side."""
 
     federations: Federations
     seeds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len({federation.agent for federation in self.federations}) != 1:
-            raise ValueError("the federations of a simulation must be of one kind of agent: put others in another one.")
+        if len({federation.agent.playing for federation in self.federations}) != 1:
+            raise ValueError(
+                "the agents of a simulation must have one task, policy, horizon and one pair of batch sizes: "
+                "put federations of others into another simulation."
+            )
         if self.on_host and len(self.federations) > 1:
             raise ValueError("a task on the host is played by one federation at a time: make a simulation of each.")
 
@@ -153,11 +156,10 @@ def _keys(seeds: Array, purpose: int) -> Array:
 
 @partial(jax.jit, static_argnames="federations")
 def _start(seeds: Array, federations: Federations) -> States:
-    agent = federations[0].agent
-    initial = jax.vmap(agent.policy.initial)(_keys(seeds, INITIAL))
+    initial = jax.vmap(federations[0].agent.policy.initial)(_keys(seeds, INITIAL))
 
     def of(federation: Federation) -> SimulationState:
-        agents = _split(agent.initial(jnp.repeat(initial, federation.num_holders, axis=0)), len(seeds))
+        agents = _split(federation.agent.initial(jnp.repeat(initial, federation.num_holders, axis=0)), len(seeds))
         return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
 
     return tuple(map(of, federations))
@@ -336,16 +338,33 @@ def _liars(federations: Federations, players: list[Players]) -> Liars:
 
 
 def _everyone(parts: list[Any]) -> Any:
-    """The players of all federations in one row: leaves of all trees joined along their first axis."""
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts) if len(parts) > 1 else parts[0]
+    """The players of several federations in a row: leaves joined along their first axis, or, without one, the first."""
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves) if leaves[0].ndim else leaves[0], *parts)
 
 
-def _by_seed(players: list[Players], num_seeds: int, tree: Any) -> list[Any]:
-    """The opposite of `_everyone`: of each federation, leaves [seed, player, ...]."""
+def _of_each(players: list[Players], tree: Any) -> list[Any]:
+    """The opposite of `_everyone`; leaves without an axis are everyone's."""
     ends = np.cumsum([len(each.keys) for each in players])[:-1]
     leaves, structure = jax.tree.flatten(tree)
-    pieces = zip(*(jnp.split(leaf, ends) for leaf in leaves), strict=True)
-    return [_split(jax.tree.unflatten(structure, piece), num_seeds) for piece in pieces]
+    pieces = (jnp.split(leaf, ends) if leaf.ndim else [leaf] * len(players) for leaf in leaves)
+    return [jax.tree.unflatten(structure, each) for each in zip(*pieces, strict=True)]
+
+
+def _estimates(
+    federations: Federations, players: list[Players], episodes: Episodes, large: bool
+) -> list[tuple[Array, Sampled]]:
+    """Of each federation, its players' estimates and what they sampled; agents that estimate alike do so at once."""
+    alike: dict[Agent, list[int]] = {}
+    for index, federation in enumerate(federations):
+        alike.setdefault(federation.agent, []).append(index)
+    played = _of_each(players, episodes) if len(alike) > 1 else []
+    results: dict[int, tuple[Array, Sampled]] = {}
+    for agent, members in alike.items():
+        theirs = [players[index] for index in members]
+        seen = _everyone([played[index] for index in members]) if played else episodes
+        found = agent.estimate(_everyone(theirs).agents, seen, large)
+        results |= zip(members, _of_each(theirs, found), strict=True)
+    return [results[index] for index in range(len(federations))]
 
 
 # Plays a batch: of parameters, keys, whether it is large, and who lies.
@@ -356,7 +375,7 @@ def _iteration(
     federations: Federations, play: Play, states: States, keys: Keys, large: Array | bool
 ) -> tuple[States, tuple[Metrics, ...]]:
     """One iteration of all federations and seeds."""
-    num_seeds, agent = len(keys.schedule), federations[0].agent
+    num_seeds = len(keys.schedule)
     rounds = [
         _Round(federation, state, _cast(federation, state.iteration, keys))
         for federation, state in zip(federations, states, strict=True)
@@ -368,9 +387,10 @@ def _iteration(
         everyone = _everyone(players)
         liars = _liars(federations, players)
         episodes = play(everyone.agents.parameters, everyone.keys, batch_is_large, liars)
-        results = _by_seed(players, num_seeds, agent.estimate(everyone.agents, episodes, batch_is_large))
+        results = _estimates(federations, players, episodes, batch_is_large)
         found = []
-        for this, playing, (estimates, sampled) in zip(rounds, players, results, strict=True):
+        for this, playing, result in zip(rounds, players, results, strict=True):
+            estimates, sampled = _split(result, num_seeds)
             exchanged = ExchangeMetrics.none(num_seeds)
             if this.federation.centralized and batch_is_large:
                 estimates, exchanged = this.aggregate(estimates)

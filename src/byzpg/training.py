@@ -151,12 +151,12 @@ class _Pending:
 
     @property
     def program(self) -> Any:
-        """Runs with the same share a program: the same agents, seeds and coin, and as far as each other."""
+        """Runs with the same share a program: agents that play alike, the same seeds and coin, equally far."""
         settings = self.settings
         coin = (settings.coin, settings.switch_probability, settings.trajectories)
         alone = self.kept if settings.simulation().on_host else None
         iteration = self.checkpoint.iteration if self.checkpoint is not None else 0
-        return settings.federation().agent, settings.seeds, coin, iteration, alone
+        return settings.federation().agent.playing, settings.seeds, coin, iteration, alone
 
     @property
     def batch(self) -> int:

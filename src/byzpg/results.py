@@ -1,0 +1,109 @@
+"""Finished experiments in one small file: all that pictures and tables need, and no more.
+
+The file is an .npz without pickles: `about`, a JSON text (experiments, settings of every run, provenance), and arrays
+`RUN/NAME`. Runs are reduced to cells of trajectories, so that dozens of them fit into a repository.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from byzpg.config import Config, Settings
+from byzpg.experiments import Cell, Experiment, Grid, Panel
+from byzpg.files import write_atomically
+from byzpg.runs import Run
+from byzpg.statistics import smooth_on_grid
+
+NUM_CELLS = 160
+KEPT = ("return_mean", "byzantine_weight", "diameter_before", "diameter_after")
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A finished run on even cells of trajectories, as `statistics.smooth_on_grid` has them."""
+
+    settings: Settings
+    trajectories: np.ndarray  # [cell], where it ends, per agent
+    metrics: Mapping[str, np.ndarray]  # those of KEPT that the run has: [seed, cell]
+
+    @property
+    def returns(self) -> np.ndarray:
+        """Mean undiscounted training return of the honest agents [seed, cell]."""
+        return self.metrics["return_mean"]
+
+    @classmethod
+    def of(cls, run: Run) -> "Result":
+        end = int(run.trajectories[-1])
+        grid = np.linspace(0, end, min(NUM_CELLS, len(run.trajectories)) + 1)[1:]
+        grid = grid[grid >= run.trajectories[0]]
+        metrics = {}
+        for name in KEPT:
+            known = np.all(np.isfinite(run.metrics[name]), axis=0) if name != "return_mean" else slice(None)
+            values = run.metrics[name][:, known]
+            if values.shape[1]:  # a metric of large batches alone is spread over the cells between them
+                sizes = np.diff(run.trajectories, prepend=0)[known]
+                found = smooth_on_grid(np.cumsum(sizes) * (end / sizes.sum()), values, grid)
+                metrics[name] = found.astype(np.float32)
+        return cls(run.settings, grid, metrics)
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Experiments, and what came of their runs."""
+
+    experiments: tuple[Experiment, ...]
+    runs: Mapping[str, Result]
+    provenance: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, grid: Grid, runs: Mapping[str, Run], provenance: Mapping[str, Any]) -> "Results":
+        return cls(grid.experiments, {name: Result.of(run) for name, run in runs.items()}, provenance)
+
+    def save(self, path: Path) -> None:
+        about = {
+            "format": FORMAT,
+            "experiments": [asdict(experiment) for experiment in self.experiments],
+            "settings": {name: result.settings.as_data() for name, result in self.runs.items()},
+            "provenance": self.provenance,
+        }
+        arrays = {"about": np.asarray(json.dumps(about, ensure_ascii=False))}
+        for name, result in self.runs.items():
+            arrays |= {f"{name}/{metric}": values for metric, values in result.metrics.items()}
+            arrays[f"{name}/trajectories"] = result.trajectories
+        write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **arrays))
+
+    @classmethod
+    def load(cls, path: Path) -> "Results":
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                arrays = dict(stored)
+            about = json.loads(str(arrays.pop("about")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, EOFError) as error:
+            raise ValueError(f"{path} cannot be read as results of `byzpg reproduce`: {error}") from None
+        if about.get("format") != FORMAT:
+            raise ValueError(f"{path} is in format {about.get('format')}, and this version reads {FORMAT}.")
+        runs = {}
+        for name, values in about["settings"].items():
+            settings = Config.of(values, f"{path}, {name}").resolved()
+            metrics = {metric: arrays[f"{name}/{metric}"] for metric in KEPT if f"{name}/{metric}" in arrays}
+            runs[name] = Result(settings, arrays[f"{name}/trajectories"], metrics)
+        return cls(tuple(map(_experiment, about["experiments"])), runs, about["provenance"])
+
+
+def _experiment(data: dict[str, Any]) -> Experiment:
+    panels = [
+        Panel(
+            panel["title"],
+            panel["task"],
+            tuple(Cell(**cell) for cell in panel["cells"]),
+            tuple(panel["published"]) if panel["published"] else None,  # pyright: ignore[reportArgumentType]
+        )
+        for panel in data["panels"]
+    ]
+    return Experiment(data["name"], data["title"], data["question"], data["kind"], tuple(panels))
