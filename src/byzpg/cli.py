@@ -2,15 +2,17 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 from pathlib import Path
-from typing import Annotated, Union, get_args
+from typing import Annotated, Literal, Union, get_args
 
 import jax
 import numpy as np
@@ -26,8 +28,11 @@ from byzpg.algorithms import ALGORITHMS
 from byzpg.components import Component
 from byzpg.config import Config, Settings
 from byzpg.envs import host
+from byzpg.experiments import COLLECTIONS, EXPERIMENTS, Scope, grid
+from byzpg.report import write_report
+from byzpg.results import Results
 from byzpg.robustness import certificate
-from byzpg.runs import Run, RunDirectory
+from byzpg.runs import Run, RunDirectory, provenance
 
 console = Console()
 errors = Console(stderr=True)
@@ -170,11 +175,11 @@ class Resume:
         comparison = self.directory / COMPARISON
         directories = [self.directory, comparison] if comparison.exists() else [self.directory]
         plans = {directory: RunDirectory.open(directory).settings() for directory in directories}
-        with _progress(self.directory) as on_progress:
-            for directory, settings in plans.items():
-                seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
-                _say(f"{_method(settings)} on {_setting(settings)}: {seeds}, preset {settings.preset} → {directory}")
-                training.resume(directory, on_progress)
+        for directory, settings in plans.items():
+            seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
+            _say(f"{_method(settings)} on {_setting(settings)}: {seeds}, preset {settings.preset} → {directory}")
+        with _progress(f"byzpg resume {self.directory}") as on_progress:
+            training.resume_all(directories, on_progress)
         runs = {directory: training.load(directory) for directory in directories}
         console.print(_summary(runs))
         for directory, run in runs.items():
@@ -193,6 +198,82 @@ class Resume:
         )
         _say(f"Picture: {picture}")
         _say(f"See it play: byzpg play {self.directory}")
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run the experiments of the paper, or those beyond it, and draw them next to the published curves.
+
+    Finished runs are kept and skipped, so that a grid that was stopped goes on, and a larger one does only what is new.
+    """
+
+    names: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="(at least one)"),
+    ]
+    """fig1 to fig6, cartpole, lunarlander, all (six figures); beyond the paper: ablation, speedup, tolerance, heatmap,
+    rotating, agreement, beyond (all of these)."""
+    preset: Literal["tuned", "paper", "script"] = "tuned"
+    """tuned (learns fastest), paper (its table), script (as published)."""
+    seeds: int | None = None
+    """Seeds of every run. Left out: 10, in larger grids fewer."""
+    seed: int = 1000
+    """The first seed."""
+    trajectories: int | None = None
+    """Trajectories per agent. Left out: 8,000, as in the paper; in experiments beyond it fewer."""
+    directory: Path = Path("reproduction")
+    """Where runs, results and pictures go."""
+
+    def run(self) -> None:
+        if not self.names:
+            raise ValueError(f"reproduce needs a name: {', '.join([*EXPERIMENTS, *COLLECTIONS])}.")
+        for option in ("seeds", "trajectories"):
+            if (given := getattr(self, option)) is not None and given < 1:
+                raise ValueError(f"--{option} must be at least 1, got {given}.")
+        planned = grid(self.names, Scope(self.preset, self.seeds, self.seed, self.trajectories))
+        directories = planned.lay_down(self.directory / "runs")
+        left = sum(not RunDirectory.open(directory).complete for directory in directories)
+        _say(f"{len(directories)} runs, preset {self.preset}: {len(directories) - left} done, {left} to do.")
+        started = time.monotonic()
+        command = shlex.join(["byzpg", *sys.argv[1:]])
+        with _progress(command) as on_progress:
+            training.resume_all(directories, on_progress)
+        about = {**provenance(), "command": command, "seconds": time.monotonic() - started, "runs_trained": left}
+        runs = {directory.name: training.load(directory) for directory in directories}
+        results = Results.of(planned, runs, about)
+        name = "-".join([*self.names, self.preset])
+        results.save(self.directory / f"{name}.npz")
+        console.print(_table_of(results))
+        for experiment in results.experiments:
+            for ending in ("png", "svg", "pdf"):
+                picture = self.directory / f"{experiment.name}-{self.preset}.{ending}"
+                figures.save(figures.draw_experiment(experiment, results.runs), picture)
+            _say(f"Picture: {self.directory / experiment.name}-{self.preset}.png (and .svg, .pdf)")
+        _say(f"Results: {self.directory / name}.npz")
+        _say(f"A page of them: byzpg report {self.directory / name}.npz")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write results of `byzpg reproduce` as one self-contained HTML page: figures, tables, commands, what differs."""
+
+    results: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="(at least one)"),
+    ]
+    """Files that `byzpg reproduce` has written, .npz."""
+    output: Path = Path("report.html")
+    """Where the page goes."""
+
+    def run(self) -> None:
+        if not self.results:
+            raise ValueError("report needs at least one .npz file of `byzpg reproduce`.")
+        if self.output.suffix != ".html":
+            raise ValueError(f"--output must end in .html, got {self.output}.")
+        loaded = [Results.load(path) for path in self.results]
+        with console.status("drawing"):
+            write_report(loaded, self.output)
+        _say(f"Page: {self.output}")
 
 
 @dataclass(frozen=True)
@@ -347,10 +428,28 @@ def _summary(runs: Mapping[Path, Run]) -> Table:
     return table
 
 
+def _table_of(results: Results) -> Table:
+    """Every run of every experiment, in a line."""
+    table = Table(title="Return of honest agents: mean ± standard deviation over seeds")
+    for column in ("experiment", "panel", "run", "best", "last tenth", "weight of liars"):
+        table.add_column(column, justify="left" if column in ("experiment", "panel", "run") else "right")
+    for experiment in results.experiments:
+        for panel in experiment.panels:
+            for cell in panel.cells:
+                run = results.runs[cell.run]
+                late = run.returns[:, -max(1, run.returns.shape[1] // 10) :].mean(axis=1)
+                weight = run.metrics.get("byzantine_weight")
+                liars = "–" if weight is None or not run.settings.num_byzantine else f"{np.nanmean(weight):.1%}"
+                label = cell.label if cell.at is None else f"{cell.label}: {cell.at}"
+                best, last = np.nanmax(run.returns.mean(axis=0)), f"{late.mean():.0f} ± {late.std():.0f}"
+                table.add_row(experiment.name, panel.title, escape(label), f"{best:.0f}", last, liars)
+    return table
+
+
 @contextmanager
-def _progress(directory: Path) -> Iterator[training.OnProgress]:
-    """A live line of progress; Ctrl-C stops at the next checkpoint, a second one at once."""
-    stopping, farewell = False, f"Stopped. To go on from here: byzpg resume {directory}"
+def _progress(command: str) -> Iterator[training.OnProgress]:
+    """A live line of progress; Ctrl-C stops at the next checkpoint, a second one at once. `command` goes on."""
+    stopping, farewell = False, f"Stopped. To go on from here: {command}"
 
     def stop(signum: int, frame: object) -> None:
         nonlocal stopping
@@ -377,14 +476,13 @@ def _progress(directory: Path) -> Iterator[training.OnProgress]:
         def on_progress(progress: training.Progress) -> None:
             nonlocal shown
             now, total = progress.trajectories, progress.total_trajectories
-            text = f"{now:,} of {total:,} trajectories: return {progress.mean_return:.0f}"
-            bar.update(task, completed=now, total=total, description=text)
-            done = progress.iteration == progress.num_iterations
-            if not console.is_terminal and (done or progress.seconds - shown > 10):
-                shown = -inf if done else progress.seconds
-                _say(text)
-            if done:
-                bar.reset(task, total=1, description="compiling")
+            text = f"{progress.label}{now:,} of {total:,} trajectories: return {progress.mean_return:.0f}"
+            ended = progress.iteration == progress.num_iterations
+            # After its last iteration, what follows is the next program's compilation.
+            bar.update(task, completed=progress.done, description="compiling" if ended else text)
+            if not console.is_terminal and (ended or progress.seconds - shown > 10):
+                shown = -inf if ended else progress.seconds
+                _say(f"{text}; {progress.done:.0%} of all after {progress.seconds:.0f} s")
             if stopping:
                 raise KeyboardInterrupt
 
@@ -427,6 +525,8 @@ def main() -> None:
         commands = Union[  # noqa: UP007 - a list of its own making
             Annotated[Train, tyro.conf.subcommand("train", default=Train(_default_options()))],
             Annotated[Resume, tyro.conf.subcommand("resume")],
+            Annotated[Reproduce, tyro.conf.subcommand("reproduce")],
+            Annotated[Report, tyro.conf.subcommand("report")],
             Annotated[Plot, tyro.conf.subcommand("plot")],
             Annotated[Play, tyro.conf.subcommand("play")],
             Annotated[List, tyro.conf.subcommand("list")],

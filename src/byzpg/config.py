@@ -68,6 +68,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "importance": ImportanceWeights(cap=1.0),
         "aggregator": NNM(TrimmedMean()),
         "rounds": 3,
+        "switch_probability": 1.0,
+        "large_batch": 45,
     },
     "paper": PAPER,
     "theory": PAPER
@@ -89,9 +91,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 # What presets change in some tasks.
 PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
-        "CartPole-v1": {"large_batch": 30},
-        "LunarLander-v3": {"large_batch": 45, "switch_probability": 1.0, "step_size": 3e-3},
-        "Pendulum-v1": {"large_batch": 20, "switch_probability": 1.0, "discount": 0.99},
+        "CartPole-v1": {"large_batch": 15, "step_size": 2e-2},
+        "Pendulum-v1": {"large_batch": 20, "discount": 0.99},
     },
     "paper": {"LunarLander-v3": {"step_size": 1e-3}},
     "theory": {},

@@ -160,12 +160,13 @@ def _ablation(build: _Builder) -> Experiment:
         "PAGE, gated by health": {"importance": "ImportanceWeights()", "gate": "health"},
     }
 
-    def panel(title: str, env: str, step_size: float, large: int, small: int, alone: int, seeds: int) -> Panel:
+    def panel(title: str, env: str, step_size: float, large: int, small: int, alone: int, trajectories: int) -> Panel:
         shared: dict[str, Any] = {"env": env, "step_size": step_size, "num_byzantine": 3, "attack": "AvgZero"}
+        shared |= {"seeds": 10 if env == CARTPOLE else 3, "trajectories": trajectories}
         page = {"large_batch": large, "small_batch": small, "switch_probability": 0.2}
-        cells = [build.cell(label, **shared, **page, **options, seeds=seeds) for label, options in variants.items()]
+        cells = [build.cell(label, **shared, **page, **options) for label, options in variants.items()]
         plain = {"large_batch": alone, "switch_probability": 1.0}
-        cells.append(build.cell(f"p = 1, N = {alone}", **shared, **plain, seeds=seeds))
+        cells.append(build.cell(f"p = 1, N = {alone}", **shared, **plain))
         return Panel(title, env, tuple(cells))
 
     return Experiment(
@@ -174,10 +175,10 @@ def _ablation(build: _Builder) -> Experiment:
         "DecByzPG, 3 of 13 agents attacking (AvgZero); all but the estimator is the preset's. Equal trajectories.",
         "curves",
         (
-            panel("CartPole, η = 5e-3", CARTPOLE, 5e-3, 30, 4, 10, 10),
-            panel("CartPole, η = 5e-4", CARTPOLE, 5e-4, 30, 4, 10, 10),
-            panel("LunarLander, η = 3e-3", LUNARLANDER, 3e-3, 96, 32, 45, 3),
-            panel("LunarLander, η = 1e-3", LUNARLANDER, 1e-3, 96, 32, 45, 3),
+            panel("CartPole, η = 2e-2", CARTPOLE, 2e-2, 50, 4, 15, 2000),
+            panel("CartPole, η = 5e-3", CARTPOLE, 5e-3, 50, 4, 15, 2000),
+            panel("LunarLander, η = 5e-3", LUNARLANDER, 5e-3, 96, 32, 45, 5000),
+            panel("LunarLander, η = 1e-3", LUNARLANDER, 1e-3, 96, 32, 45, 5000),
         ),
     )
 
@@ -185,7 +186,7 @@ def _ablation(build: _Builder) -> Experiment:
 def _many(build: _Builder) -> Experiment:
     sizes = (1, 2, 3, 5, 8, 13, 25, 50, 100)
     cells = tuple(
-        build.cell("DecByzPG, all honest", size, num_agents=size, num_byzantine=0, trajectories=2000) for size in sizes
+        build.cell("DecByzPG, all honest", size, num_agents=size, num_byzantine=0, trajectories=1000) for size in sizes
     )
     return Experiment(
         "speedup",
@@ -200,7 +201,7 @@ def _tolerance(build: _Builder) -> Experiment:
     def panel(attack: str) -> Panel:
         cells = []
         for liars in range(7):
-            shared: dict[str, Any] = {"num_byzantine": liars, "attack": attack, "seeds": 5, "trajectories": 1500}
+            shared: dict[str, Any] = {"num_byzantine": liars, "attack": attack, "seeds": 5, "trajectories": 1000}
             cells += [
                 build.cell("DecByzPG, f = 3 declared", liars, num_declared=3, **shared),
                 build.cell("ByzPG, f = 6 declared", liars, algorithm="ByzPG", num_declared=6, **shared),
@@ -211,7 +212,7 @@ def _tolerance(build: _Builder) -> Experiment:
     return Experiment(
         "tolerance",
         "How many liars are too many?",
-        "13 agents. Agreement by MDA is proven for f < K/4, up to 3 liars; a trusted server's rule for f < K/2, up to 6.",
+        "13 agents. Agreement by MDA is proven for f < K/4, so up to 3; a server's rule for f < K/2, so up to 6.",
         "tolerance",
         tuple(map(panel, ("LargeNoise", "AvgZero", "ALIE"))),
     )
@@ -256,7 +257,7 @@ HEATMAP_ATTACKS = (
 
 def _heatmap(build: _Builder) -> Experiment:
     cells = tuple(
-        build.cell(rule, attack, aggregator=rule, attack=attack, num_byzantine=3, seeds=3, trajectories=1000)
+        build.cell(rule, attack, aggregator=rule, attack=attack, num_byzantine=3, seeds=3, trajectories=800)
         for rule in HEATMAP_RULES
         for attack in HEATMAP_ATTACKS
     )
@@ -277,7 +278,7 @@ def _rotating(build: _Builder) -> Experiment:
     }
 
     def panel(attack: str) -> Panel:
-        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "trajectories": 1500}
+        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "trajectories": 1000}
         return Panel(
             attack, CARTPOLE, tuple(build.cell(label, byzantine_set=which, **shared) for label, which in sets.items())
         )
@@ -293,7 +294,7 @@ def _rotating(build: _Builder) -> Experiment:
 
 def _agreement(build: _Builder) -> Experiment:
     def panel(attack: str) -> Panel:
-        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "seeds": 5, "trajectories": 1500}
+        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "seeds": 5, "trajectories": 1000}
         cells = [
             build.cell(rule, rounds, agreement=rule, rounds=rounds, **shared)
             for rule in ("MDA", "TrimmedMeanAgreement")

@@ -39,8 +39,8 @@ class Progress:
     total_trajectories: int
     mean_return: float  # of the last block, over seeds and honest agents
     seconds: float  # since training (or resuming) began
-    done: float = 0.0  # share of all the work that was asked for
-    label: str = ""  # what runs
+    done: float  # share of all the work that was asked for
+    label: str = ""  # which part of it
 
 
 OnProgress = Callable[[Progress], None]
@@ -102,8 +102,8 @@ def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = Non
 
         def of_all(progress: Progress, part=part, work=work, number=number, before=before) -> None:
             assert on_progress is not None
-            done = (before + work * progress.trajectories / progress.total_trajectories) / total
-            label = f"{number} of {len(parts)} programs, {len(part)} run{'s' * (len(part) > 1)}"
+            done = (before + work * progress.done) / total
+            label = f"program {number} of {len(parts)} ({len(part)} runs), " if len(parts) > 1 else ""
             on_progress(replace(progress, done=done, label=label, seconds=time.monotonic() - started))
 
         _run(part, None if on_progress is None else of_all)
@@ -208,7 +208,7 @@ def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Ru
             reached, total = int(plan.trajectories[last - 1]), int(plan.trajectories[-1])
             try:
                 seconds = time.monotonic() - started
-                on_progress(Progress(last, num_iterations, reached, total, latest_return, seconds))
+                on_progress(Progress(last, num_iterations, reached, total, latest_return, seconds, reached / total))
             except BaseException as error:  # whoever watches may stop a run (Ctrl-C): not before it is saved
                 stopped = error
         began = time.monotonic()

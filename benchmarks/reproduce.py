@@ -1,0 +1,68 @@
+"""How long whole grids of experiments take, compilation included: `byzpg reproduce` without its pictures.
+
+    python benchmarks/reproduce.py cartpole                      # 19 cells of 10 seeds, 8,000 trajectories per agent
+    python benchmarks/reproduce.py lunarlander --output results  # keeps lunarlander-tuned.npz for `byzpg report`
+
+Prints one line: runs (cells × seeds), seconds in all, seconds until the first block of iterations was done, environment
+steps per second. Baseline: the paper's own runs, which took days (its appendix names no figure), hence no ratio.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from byzpg import training
+from byzpg.experiments import Scope, grid
+from byzpg.results import Results
+from byzpg.runs import provenance
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--preset", default="tuned")
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--trajectories", type=int)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
+    started, marks = time.perf_counter(), []
+
+    def on_progress(progress: training.Progress) -> None:
+        now = time.perf_counter() - started
+        if not marks or now - marks[-1] > 10 or progress.done == 1:
+            marks.append(now)
+            text = f"{now:6.1f} s: {progress.done:.1%} of all, {progress.label}return {progress.mean_return:.0f}"
+            print(text, file=sys.stderr, flush=True)
+
+    scope = Scope(arguments.preset, arguments.seeds, arguments.seed, arguments.trajectories)
+    planned = grid(arguments.names, scope)
+    with tempfile.TemporaryDirectory() as folder:
+        directories = planned.lay_down(Path(folder))
+        training.resume_all(directories, on_progress)
+        seconds = time.perf_counter() - started
+        runs = {directory.name: training.load(directory) for directory in directories}
+    name = "-".join([*arguments.names, arguments.preset])
+    if arguments.output is not None:
+        command = f"python benchmarks/reproduce.py {' '.join(sys.argv[1:])}"
+        about = {**provenance(), "command": command, "seconds": seconds, "runs_trained": len(runs)}
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        Results.of(planned, runs, about).save(arguments.output / f"{name}.npz")
+    number = sum(run.settings.num_seeds for run in runs.values())
+    steps = sum(np.sum(run.metrics["environment_steps"]) for run in runs.values())
+    print(
+        f"{name}: {number} runs on {jax.devices()[0].device_kind}: {seconds:.1f} s in all, {marks[0]:.1f} s to the end "
+        f"of the first block, compilation included; {steps / 1e6:,.0f} M environment steps, "
+        f"{steps / seconds / 1e6:.1f} M/s"
+    )
+
+
+if __name__ == "__main__":
+    main()
