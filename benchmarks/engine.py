@@ -53,8 +53,12 @@ def best(function: Callable[[], object], repetitions: int = 5) -> float:
     return min(times)
 
 
+# Batches of both sizes, whatever the presets are.
+SETTING: dict[str, Any] = {"large_batch": 30, "small_batch": 4, "switch_probability": 0.2, "step_size": 5e-3}
+
+
 def endless(**options: Any) -> Federation:
-    federation = Config(**options).resolved().federation()
+    federation = Config(**SETTING, **options).resolved().federation()
     return replace(federation, agent=replace(federation.agent, env=EndlessCartPole()))
 
 
@@ -180,7 +184,7 @@ def federations(number: int, trajectories: int) -> None:
     started = time.perf_counter()
     marks = []
     run = train(
-        Config(attack="AvgZero", num_seeds=number, trajectories=trajectories),
+        Config(attack="AvgZero", num_seeds=number, trajectories=trajectories, **SETTING),
         on_progress=lambda progress: marks.append(time.perf_counter()),
     )
     seconds, steps = time.perf_counter() - started, np.sum(run.metrics["environment_steps"])

@@ -26,9 +26,10 @@ from byzpg.runs import provenance
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+")
+    parser.add_argument("--task")
     parser.add_argument("--preset", default="tuned")
     parser.add_argument("--seeds", type=int)
-    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=2000)
     parser.add_argument("--trajectories", type=int)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -43,7 +44,7 @@ def main() -> None:
             print(text, file=sys.stderr, flush=True)
 
     scope = Scope(arguments.preset, arguments.seeds, arguments.seed, arguments.trajectories)
-    planned = grid(arguments.names, scope)
+    planned = grid(arguments.names, scope, arguments.task)
     with tempfile.TemporaryDirectory() as folder:
         directories = planned.lay_down(Path(folder))
         training.resume_all(directories, on_progress)

@@ -40,6 +40,7 @@ ORDER = [
     "statistics",
     "experiments",
     "results",
+    "summaries",
     "figures",
     "report",
     "cli",

@@ -60,8 +60,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "tuned": {
         "optimizer": "adam",
-        "step_size": 5e-3,
-        "large_batch": 30,
+        "step_size": 2e-2,
+        "large_batch": 15,
+        "switch_probability": 1.0,
         "output_tanh": False,
         "estimator": GPOMDP(baseline="leave-one-out"),
         "importance": ImportanceWeights(cap=1.0),

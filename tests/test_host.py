@@ -37,6 +37,7 @@ SMALL_RUN: dict[str, Any] = {
     "hidden": (8,),
     "large_batch": 12,
     "small_batch": 6,
+    "switch_probability": 0.2,
 }
 
 
@@ -174,7 +175,7 @@ def test_the_same_task_has_the_same_presets_wherever_it_is_played() -> None:
 def test_defaults_of_a_task_without_a_table() -> None:
     settings = Config(env="gymnasium:Acrobot-v1").resolved()
     assert (settings.horizon, settings.discount, settings.hidden) == (500, 0.999, (64, 64))
-    assert (settings.large_batch, settings.small_batch, settings.activation) == (96, 32, "relu")
+    assert (settings.large_batch, settings.small_batch, settings.activation) == (45, 32, "relu")
     assert cli._free_directory(settings) == Path("runs/gymnasium-Acrobot-v1-DecByzPG-AvgZero-1")
 
 
@@ -363,6 +364,7 @@ PENDULUM = Config(
     horizon=40,
     large_batch=12,
     small_batch=6,
+    switch_probability=0.2,
     trajectories=60,
 )
 
@@ -389,6 +391,7 @@ def test_peers_without_a_server_agree_on_a_continuous_task_of_envpool() -> None:
         horizon=40,
         large_batch=8,
         small_batch=4,
+        switch_probability=0.2,
         trajectories=24,
     )
     run = train(config)
@@ -426,6 +429,7 @@ def test_the_readmes_own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "my_task.py").write_text(program)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    run = train(Config(env="my_task:make", trajectories=300, step_size=0.05, switch_probability=1.0, **SMALL_RUN))
+    options = SMALL_RUN | {"switch_probability": 1.0, "step_size": 0.05, "trajectories": 300}
+    run = train(Config(env="my_task:make", **options))
     assert run.returns[0, 0] < -40
     assert run.returns[0, -5:].mean() > -25

@@ -1,4 +1,4 @@
-"""The random numbers of the published script, against those of PyTorch and NumPy themselves."""
+"""What is published: the curves as numbers, and the random numbers of the script against PyTorch's and NumPy's own."""
 
 from itertools import islice
 
@@ -7,9 +7,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from byzpg import Config
+from byzpg.experiments import Scope, grid
 from byzpg.policies import CategoricalMLP
-from byzpg.published import first_parameters, tosses
+from byzpg.published import curves, first_parameters, tosses
 from byzpg.training import Plan
+
+
+def test_curves_are_known_where_they_can_be_seen() -> None:
+    found = curves("fig2_cartpole_attacks_decbyzpg", "LargeNoise")
+    assert set(found) == {
+        *("PAGE-PG K=1 α=0", "Dec-PAGE-PG K=13 α=0", "Dec-PAGE-PG K=13 α=3/13", "DecByzPG K=13 α=3/13")
+    }
+    trajectories, returns = found["DecByzPG K=13 α=3/13"]
+    np.testing.assert_array_equal(trajectories, np.arange(0, 8001, 250))
+    assert (returns[0], returns[-1]) == (16.5, 493.8)
+    trajectories, returns = found["Dec-PAGE-PG K=13 α=0"]  # behind another line at times, also at the end
+    assert len(trajectories) == len(returns) == 30
+    assert trajectories[-1] == 7750
+    assert np.all(np.isfinite(returns))
+
+
+def test_every_published_panel_is_one_of_the_experiments() -> None:
+    """Labels of cells are those of the published curves, to the letter."""
+    for experiment in grid(["all"], Scope()).experiments:
+        for panel in experiment.panels:
+            assert panel.published is not None
+            assert set(curves(*panel.published)) == {cell.label for cell in panel.cells}
 
 
 def test_first_parameters_are_pytorchs() -> None:

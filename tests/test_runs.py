@@ -34,6 +34,7 @@ TINY = Config(
     hidden=(4,),
     large_batch=6,
     small_batch=2,
+    switch_probability=0.2,
     horizon=20,
     trajectories=60,
 )

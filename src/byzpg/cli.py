@@ -175,10 +175,10 @@ class Resume:
         comparison = self.directory / COMPARISON
         directories = [self.directory, comparison] if comparison.exists() else [self.directory]
         plans = {directory: RunDirectory.open(directory).settings() for directory in directories}
-        for directory, settings in plans.items():
-            seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
-            _say(f"{_method(settings)} on {_setting(settings)}: {seeds}, preset {settings.preset} → {directory}")
         with _progress(f"byzpg resume {self.directory}") as on_progress:
+            for directory, settings in plans.items():
+                seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
+                _say(f"{_method(settings)} on {_setting(settings)}: {seeds}, preset {settings.preset} → {directory}")
             training.resume_all(directories, on_progress)
         runs = {directory: training.load(directory) for directory in directories}
         console.print(_summary(runs))
@@ -213,11 +213,13 @@ class Reproduce:
     ]
     """fig1 to fig6, cartpole, lunarlander, all (six figures); beyond the paper: ablation, speedup, tolerance, heatmap,
     rotating, agreement, beyond (all of these)."""
+    task: Literal["CartPole-v1", "LunarLander-v3"] | None = None
+    """Only the panels of this task."""
     preset: Literal["tuned", "paper", "script"] = "tuned"
     """tuned (learns fastest), paper (its table), script (as published)."""
     seeds: int | None = None
     """Seeds of every run. Left out: 10, in larger grids fewer."""
-    seed: int = 1000
+    seed: int = 2000
     """The first seed."""
     trajectories: int | None = None
     """Trajectories per agent. Left out: 8,000, as in the paper; in experiments beyond it fewer."""
@@ -230,13 +232,13 @@ class Reproduce:
         for option in ("seeds", "trajectories"):
             if (given := getattr(self, option)) is not None and given < 1:
                 raise ValueError(f"--{option} must be at least 1, got {given}.")
-        planned = grid(self.names, Scope(self.preset, self.seeds, self.seed, self.trajectories))
+        planned = grid(self.names, Scope(self.preset, self.seeds, self.seed, self.trajectories), self.task)
         directories = planned.lay_down(self.directory / "runs")
         left = sum(not RunDirectory.open(directory).complete for directory in directories)
-        _say(f"{len(directories)} runs, preset {self.preset}: {len(directories) - left} done, {left} to do.")
         started = time.monotonic()
         command = shlex.join(["byzpg", *sys.argv[1:]])
         with _progress(command) as on_progress:
+            _say(f"{len(directories)} runs, preset {self.preset}: {len(directories) - left} done, {left} to do.")
             training.resume_all(directories, on_progress)
         about = {**provenance(), "command": command, "seconds": time.monotonic() - started, "runs_trained": left}
         runs = {directory.name: training.load(directory) for directory in directories}
