@@ -10,6 +10,7 @@
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -38,7 +39,8 @@ def run(env: str, trajectories: int, results: Path) -> None:
             flush=True,
         )
 
-    config = Config(env=env, attack="AvgZero", num_seeds=NUM_SEEDS, seed=FIRST_SEED, trajectories=trajectories)
+    shared = Config(attack="AvgZero", step_size=3e-3, num_seeds=NUM_SEEDS, seed=FIRST_SEED)
+    config = replace(shared, env=env, trajectories=trajectories)
     done = train(config, on_progress=say)
     arrays = {
         "trajectories": done.trajectories,

@@ -21,6 +21,7 @@ from byzpg import Config, cli, envs, figures, load
 from byzpg.algorithms import ALGORITHMS
 from byzpg.envs import host
 from byzpg.registry import FAMILIES, summary
+from byzpg.results import Results
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
 START = [sys.executable, "-c", "from byzpg.cli import main; main()"]
@@ -319,6 +320,33 @@ def test_certify_prints_every_rule_and_draws_a_picture(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["byzpg-certificates.png"]
 
 
+# Experiments
+
+
+def test_reproduce_draws_keeps_and_reports(tmp_path: Path) -> None:
+    line = ("reproduce", "fig1", "--task", "CartPole-v1", "--seeds", "2", "--trajectories", "20")
+    done = byzpg(*line, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 runs, preset tuned: 0 done, 3 to do." in done.stdout
+    assert re.search(r"100% of all after \d+ s", done.stdout)
+    folder = tmp_path / "reproduction"
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    assert files == {"fig1-tuned.npz", "fig1-tuned.png", "fig1-tuned.svg", "fig1-tuned.pdf"}
+    results = Results.load(folder / "fig1-tuned.npz")
+    assert results.provenance["command"] == "byzpg " + " ".join(line)
+    assert {run.settings.trajectories for run in results.runs.values()} == {20}
+    for path in (folder / "runs").iterdir():
+        assert load(path).complete
+
+    again = byzpg(*line, folder=tmp_path, JAX_LOG_COMPILES="1")
+    assert "3 runs, preset tuned: 3 done, 0 to do." in again.stdout
+    assert "_run_block" not in again.stderr
+
+    page = byzpg("report", folder / "fig1-tuned.npz", folder=tmp_path)
+    assert page.returncode == 0, page.stdout + page.stderr
+    assert "byzpg reproduce fig1" in (tmp_path / "report.html").read_text()
+
+
 # Bad input
 
 BAD: dict[str, list[str]] = {
@@ -328,6 +356,14 @@ BAD: dict[str, list[str]] = {
     "certify --output picture.bmp": ["must end in .png, .svg or .pdf"],
     "certify --agents 5": ["--agents"],
     "certfy": ["certify"],
+    "reproduce": ["reproduce needs a name", "fig1", "cartpole"],
+    "reproduce fig7": ["no experiment 'fig7'"],
+    "reproduce fig1 --seeds 0": ["--seeds must be at least 1, got 0"],
+    "reproduce fig2 --task LunarLander-v3": ["none of these experiments", "LunarLander-v3"],
+    "report": ["report needs at least one .npz file"],
+    "report nowhere.npz": ["nowhere.npz cannot be read"],
+    "report misspelt.toml": ["misspelt.toml cannot be read as results of `byzpg reproduce`"],
+    "report nowhere.npz --output page.txt": ["must end in .html, got page.txt"],
     "train --aggregator RFA --num-byzantine 7": [
         "RFA() needs f < K/2; 7 of 13 agents breaks that: use num_byzantine ≤ 6."
     ],

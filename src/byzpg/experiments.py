@@ -222,14 +222,11 @@ HEATMAP_RULES = (
     "Mean",
     "Median",
     "TrimmedMean",
-    "MeaMed",
     "Krum",
     "MultiKrum",
     "MDA",
     "RFA",
     "CenteredClipping(radius=10.0)",
-    "CAF",
-    "Bucketing(RFA(), size=2)",
     "NNM(TrimmedMean())",
 )
 HEATMAP_ATTACKS = (
@@ -257,7 +254,7 @@ HEATMAP_ATTACKS = (
 
 def _heatmap(build: _Builder) -> Experiment:
     cells = tuple(
-        build.cell(rule, attack, aggregator=rule, attack=attack, num_byzantine=3, seeds=3, trajectories=800)
+        build.cell(rule, attack, aggregator=rule, attack=attack, num_byzantine=3, seeds=3, trajectories=600)
         for rule in HEATMAP_RULES
         for attack in HEATMAP_ATTACKS
     )

@@ -84,16 +84,16 @@ class Results:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = dict(stored)
             about = json.loads(str(arrays.pop("about")))
+            if about.get("format") != FORMAT:
+                raise ValueError(f"it is in format {about.get('format')}, and this version of byzpg reads {FORMAT}.")
+            runs = {}
+            for name, values in about["settings"].items():
+                settings = Config.of(values, f"{path}, {name}").resolved()
+                metrics = {metric: arrays[f"{name}/{metric}"] for metric in KEPT if f"{name}/{metric}" in arrays}
+                runs[name] = Result(settings, arrays[f"{name}/trajectories"], metrics)
+            return cls(tuple(map(_experiment, about["experiments"])), runs, about["provenance"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, EOFError) as error:
             raise ValueError(f"{path} cannot be read as results of `byzpg reproduce`: {error}") from None
-        if about.get("format") != FORMAT:
-            raise ValueError(f"{path} is in format {about.get('format')}, and this version reads {FORMAT}.")
-        runs = {}
-        for name, values in about["settings"].items():
-            settings = Config.of(values, f"{path}, {name}").resolved()
-            metrics = {metric: arrays[f"{name}/{metric}"] for metric in KEPT if f"{name}/{metric}" in arrays}
-            runs[name] = Result(settings, arrays[f"{name}/trajectories"], metrics)
-        return cls(tuple(map(_experiment, about["experiments"])), runs, about["provenance"])
 
 
 def _experiment(data: dict[str, Any]) -> Experiment:

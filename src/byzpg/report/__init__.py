@@ -1,6 +1,5 @@
 """Finished experiments as one page that needs nothing but itself: figures, tables, and what does not match."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -202,8 +201,6 @@ def _made_by(several: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for provenance in several:
         command, seconds = provenance["command"], provenance.get("seconds")
-        if not isinstance(command, str):
-            command = shlex.join([Path(command[0]).name, *command[1:]])
         versions = ", ".join(f"{name} {number}" for name, number in provenance["versions"].items())
         devices = ", ".join(dict.fromkeys(provenance["devices"]))
         took = f", {duration(seconds)} for all runs of this command" if seconds else ""
