@@ -342,9 +342,10 @@ def test_reproduce_draws_keeps_and_reports(tmp_path: Path) -> None:
     assert "3 runs, preset tuned: 3 done, 0 to do." in again.stdout
     assert "_run_block" not in again.stderr
 
-    page = byzpg("report", folder / "fig1-tuned.npz", folder=tmp_path)
+    page = byzpg("report", folder / "fig1-tuned.npz", "--figures", "pictures", folder=tmp_path)
     assert page.returncode == 0, page.stdout + page.stderr
     assert "byzpg reproduce fig1" in (tmp_path / "report.html").read_text()
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == files - {"fig1-tuned.npz"}
 
 
 # Bad input

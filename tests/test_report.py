@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from byzpg import published
 from byzpg.config import Config, Settings
-from byzpg.experiments import LUNARLANDER, Cell, Experiment, Grid, Panel, Scope, grid
+from byzpg.experiments import HEATMAP_RULES, LUNARLANDER, Cell, Experiment, Grid, Panel, Scope, grid
 from byzpg.figures import colours_by_label, draw_experiment, pictures, save
 from byzpg.report import write_report
 from byzpg.results import Result, Results
@@ -585,7 +585,7 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
     assert numbers["", "DecByzPG K=13 α=3/13, all attacks"][3] == "1.00 [1.00, 1.00]"
     assert len(numbers) == 2 + 2 * 3 + 1
     rules = rows_of(page, "#tuned-heatmap")
-    assert len(rules) == 12
+    assert len(rules) == len(HEATMAP_RULES)
     assert rules["", "Median"][-1] == "1.00 [1.00, 1.00]"
     assert rules["", "Mean"][-1] == ""
     page.click("#tuned-tolerance summary")

@@ -246,11 +246,7 @@ class Reproduce:
         name = "-".join([*self.names, self.preset])
         results.save(self.directory / f"{name}.npz")
         console.print(_table_of(results))
-        for experiment in results.experiments:
-            for ending in ("png", "svg", "pdf"):
-                picture = self.directory / f"{experiment.name}-{self.preset}.{ending}"
-                figures.save(figures.draw_experiment(experiment, results.runs), picture)
-            _say(f"Picture: {self.directory / experiment.name}-{self.preset}.png (and .svg, .pdf)")
+        _draw(results, self.directory)
         _say(f"Results: {self.directory / name}.npz")
         _say(f"A page of them: byzpg report {self.directory / name}.npz")
 
@@ -266,6 +262,8 @@ class Report:
     """Files that `byzpg reproduce` has written, .npz."""
     output: Path = Path("report.html")
     """Where the page goes."""
+    figures: Path | None = None
+    """A folder for the figures as pictures of their own: .png, .svg and .pdf."""
 
     def run(self) -> None:
         if not self.results:
@@ -275,6 +273,9 @@ class Report:
         loaded = [Results.load(path) for path in self.results]
         with console.status("drawing"):
             write_report(loaded, self.output)
+        if self.figures is not None:
+            for each in loaded:
+                _draw(each, self.figures)
         _say(f"Page: {self.output}")
 
 
@@ -428,6 +429,17 @@ def _summary(runs: Mapping[Path, Run]) -> Table:
         late_text = f"{late.mean():.0f} ± {late.std():.0f}"
         table.add_row(name, f"{end:,}", late_text, f"{best:.0f}", solved, shown)
     return table
+
+
+def _draw(results: Results, folder: Path) -> None:
+    """Every experiment as a picture, for the screen and for papers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for experiment in results.experiments:
+        preset = results.runs[experiment.panels[0].cells[0].run].settings.preset
+        picture = folder / f"{experiment.name}-{preset}.png"
+        for ending in (".png", ".svg", ".pdf"):
+            figures.save(figures.draw_experiment(experiment, results.runs), picture.with_suffix(ending))
+        _say(f"Picture: {picture} (and .svg, .pdf)")
 
 
 def _table_of(results: Results) -> Table:

@@ -1,0 +1,81 @@
+"""How the tuned presets were chosen: step sizes and batches, on seeds that no figure uses.
+
+    python benchmarks/tuning.py cartpole --output tuned       # 20 seeds from 0, 2,000 trajectories: minutes on a GPU
+    python benchmarks/tuning.py lunarlander --output tuned    # 4 seeds from 100, 5,400 trajectories: GPUs only
+
+ByzPG stands for both methods: with large batches alone they differ in who averages, not in what. Prints, per setting,
+the trajectories per agent at which the mean over seeds reaches two levels, and the last four cells of the worst seed.
+Baseline: the first row of each table, the batch and step size nearest to the paper's.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from byzpg import Config, training
+from byzpg.runs import RunDirectory
+from byzpg.statistics import smooth_on_grid
+
+LEVELS = {"cartpole": (450, 475), "lunarlander": (200, 250)}
+CELL = {"cartpole": 50, "lunarlander": 100}
+
+
+def settings(task: str) -> Iterator[tuple[str, Config]]:
+    """What is compared: a name and a configuration each."""
+    liars = Config(algorithm="ByzPG", num_byzantine=3)
+    if task == "cartpole":
+        for large_batch in (15, 8, 4):
+            shared = replace(liars, num_seeds=20, seed=0, trajectories=2000, large_batch=large_batch)
+            for step_size in (3e-3, 5e-3, 1e-2, 2e-2):
+                each, name = replace(shared, step_size=step_size), f"N = {large_batch}, η = {step_size:g}"
+                yield f"{name}, RandomAction", replace(each, attack="RandomAction")
+                yield f"{name}, AvgZero", replace(each, attack="AvgZero")
+                yield f"{name}, honest, K = 13", replace(each, num_byzantine=0)
+                yield f"{name}, honest, K = 5", replace(each, num_agents=5, num_byzantine=0)
+                yield f"{name}, K = 1", replace(each, algorithm="PAGE-PG", num_byzantine=None)
+    else:
+        shared = replace(liars, env="LunarLander-v3", attack="AvgZero", num_seeds=4, seed=100, trajectories=5400)
+        for step_size in (3e-3, 4e-3, 5e-3, 7e-3):
+            for rule in ("NNM(TrimmedMean())", "RFA()"):
+                yield f"η = {step_size:g}, {rule}, AvgZero", replace(shared, step_size=step_size, aggregator=rule)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=LEVELS)
+    parser.add_argument("--trajectories", type=int)
+    parser.add_argument("--output", type=Path, help="where the runs are kept; left out: nowhere")
+    arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
+
+    def say(progress: training.Progress) -> None:
+        print(f"{progress.seconds:5.0f} s: {progress.done:.0%} of all, {progress.label}", file=sys.stderr, flush=True)
+
+    levels, cell = LEVELS[arguments.task], CELL[arguments.task]
+    with tempfile.TemporaryDirectory() as folder:
+        directories = {}
+        for index, (name, config) in enumerate(settings(arguments.task)):
+            directories[name] = (arguments.output or Path(folder)) / f"{arguments.task}-{index}"
+            asked = arguments.trajectories or config.trajectories
+            RunDirectory.create(directories[name], replace(config, trajectories=asked).resolved())
+        training.resume_all(list(directories.values()), say)
+        runs = {name: training.load(directory) for name, directory in directories.items()}
+    print(f"| setting | {levels[0]} at | {levels[1]} at | end | worst seed's end |\n|---|---:|---:|---:|---:|")
+    for name, run in runs.items():
+        grid = np.arange(cell, run.trajectories[-1] + 1, cell)
+        cells = smooth_on_grid(run.trajectories, run.returns, grid)
+        mean, ends = np.mean(cells, axis=0), np.mean(cells[:, -4:], axis=1)
+        reached = [grid[np.argmax(mean >= level)] if np.any(mean >= level) else None for level in levels]
+        shown = " | ".join("never" if each is None else f"{each:,}" for each in reached)
+        print(f"| {name} | {shown} | {ends.mean():.0f} | {ends.min():.0f} |")
+
+
+if __name__ == "__main__":
+    main()
