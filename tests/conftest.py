@@ -1,6 +1,21 @@
-"""What holds for all tests."""
+"""What holds for all tests. All of it must be set before JAX is imported, and before workers are started."""
 
 import os
+import shutil
+import tempfile
 
-# Most of the suite's time is compilation; at level 1 it takes half as long. This must be set before JAX is imported.
+import pytest
+
+# Most of the suite's time is compilation; at level 1 it takes half as long.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1".strip()
+
+# And many programs that tests start compile the same: the second one finds it here.
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+MINE = CACHE not in os.environ
+if MINE:
+    os.environ[CACHE] = tempfile.mkdtemp(prefix="byzpg-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if MINE:
+        shutil.rmtree(os.environ[CACHE], ignore_errors=True)

@@ -330,9 +330,12 @@ def test_reproduce_draws_keeps_and_reports(tmp_path: Path) -> None:
     assert "3 runs, preset tuned: 0 done, 3 to do." in done.stdout
     assert re.search(r"100% of all after \d+ s", done.stdout)
     folder = tmp_path / "reproduction"
-    files = {path.name for path in folder.iterdir() if path.is_file()}
-    assert files == {"fig1-tuned.npz", "fig1-tuned.png", "fig1-tuned.svg", "fig1-tuned.pdf"}
-    results = Results.load(folder / "fig1-tuned.npz")
+    name = "fig1-CartPole-v1-tuned-2-seeds-20-trajectories"
+    assert {path.name for path in folder.iterdir()} == {"runs", name, f"{name}.npz"}
+    pictures = {path.name for path in (folder / name).iterdir()}
+    assert pictures == {"fig1-tuned.png", "fig1-tuned.svg", "fig1-tuned.pdf"}
+    results = Results.load(folder / f"{name}.npz")
+    assert results.provenance["seconds"] > 0
     assert results.provenance["command"] == "byzpg " + " ".join(line)
     assert {run.settings.trajectories for run in results.runs.values()} == {20}
     for path in (folder / "runs").iterdir():
@@ -341,11 +344,12 @@ def test_reproduce_draws_keeps_and_reports(tmp_path: Path) -> None:
     again = byzpg(*line, folder=tmp_path, JAX_LOG_COMPILES="1")
     assert "3 runs, preset tuned: 3 done, 0 to do." in again.stdout
     assert "_run_block" not in again.stderr
+    assert "seconds" not in Results.load(folder / f"{name}.npz").provenance, "those of the training are not known here"
 
-    page = byzpg("report", folder / "fig1-tuned.npz", "--figures", "pictures", folder=tmp_path)
+    page = byzpg("report", folder / f"{name}.npz", "--figures", "pictures", folder=tmp_path)
     assert page.returncode == 0, page.stdout + page.stderr
     assert "byzpg reproduce fig1" in (tmp_path / "report.html").read_text()
-    assert {path.name for path in (tmp_path / "pictures").iterdir()} == files - {"fig1-tuned.npz"}
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == pictures
 
 
 # Bad input

@@ -140,6 +140,55 @@ def test_runs_share_programs_and_say_how_far_they_are(finished: Any, sizes: list
     assert seconds == sorted(seconds)
 
 
+def test_what_runs_of_one_program_have_in_common() -> None:
+    """Agents that play alike, seeds, coin and length; not who takes part, who lies, nor how gradients are made."""
+
+    def program(**options: Any) -> Any:
+        config = replace(TINY, algorithm="ByzPG", num_agents=5, switch_probability=0.5, small_batch=2)
+        return training._Pending(replace(config, **options).resolved(), None, None).program
+
+    ours = program()
+    for same in ({"num_agents": 3}, {"attack": "IPM"}, {"aggregator": "Krum"}, {"gate": 0.0}, {"optimizer": "sgd"}):
+        assert program(**same) == ours, same
+    for other in (
+        {"seed": 1},
+        {"num_seeds": 3},
+        {"trajectories": 81},
+        {"switch_probability": 0.4},
+        {"coin": "script"},
+        {"small_batch": 3},
+        {"large_batch": 5},
+        {"horizon": 19},
+        {"hidden": (5,)},
+        {"initialization": "script"},
+        {"env": "Pendulum-v1", "horizon": 20},
+    ):
+        assert program(**other) != ours, other
+
+
+def test_a_crash_between_the_checkpoints_of_a_program(finished: Any, tmp_path: Path, sizes: list[int]) -> None:
+    """What was saved goes on from there, the rest from before: up to rounding, the same runs."""
+    directories = laid_down(tmp_path)[:3]
+    write, written = RunDirectory.write_checkpoint, []
+
+    def dying(self: RunDirectory, checkpoint: Any) -> None:
+        if written:
+            raise SystemError("the power is gone")
+        written.append(self.path)
+        write(self, checkpoint)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
+        patch.setattr(RunDirectory, "write_checkpoint", dying)
+        with pytest.raises(SystemError):
+            training.resume_all(directories)
+    sizes.clear()
+    training.resume_all(directories)
+    assert set(sizes) == {1, 2}
+    for ours, theirs in zip(directories, finished[0], strict=False):
+        np.testing.assert_allclose(training.load(ours).returns[:, :9], training.load(theirs).returns[:, :9], rtol=1e-3)
+
+
 def test_together_a_run_is_what_it_is_alone(finished: Any) -> None:
     """Up to rounding."""
     for directory, config in zip(finished[0][:2], CONFIGS.values(), strict=False):

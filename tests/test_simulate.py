@@ -76,19 +76,25 @@ def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
             truths.append(np.asarray(estimates[batch == SMALL]))
         before = [state.parameters for state in states]
         for k in everyone:
-            aggregated = settings.aggregator(received_by(k, truths, True), num_byzantine=settings.num_byzantine)
+            aggregated = settings.aggregator(received_by(k, truths, True), num_byzantine=settings.num_declared)
             states[k] = agent.advance(states[k], jnp.asarray(truths[k])[None], aggregated[None])
         held = [np.asarray(state.parameters[0]) for state in states]
         for _ in range(settings.rounds):  # SignFlip leaves parameters alone
             rows = np.stack(held)
-            held = [np.asarray(settings.agreement(rows, own=k, num_byzantine=settings.num_byzantine)) for k in everyone]
+            held = [np.asarray(settings.agreement(rows, own=k, num_byzantine=settings.num_declared)) for k in everyone]
         states = [agent.settle(before[k], states[k], jnp.asarray(held[k])[None]) for k in everyone]
     return np.concatenate([state.parameters for state in states])
 
 
-@pytest.mark.parametrize(("memory", "optimizer"), [("paper", "sgd"), ("script", "adam")])
-def test_the_simulator_only_moves_messages(memory: str, optimizer: str) -> None:
-    settings = settings_of(num_agents=5, attack="SignFlip", memory=memory, optimizer=optimizer, seed=3)
+@pytest.mark.parametrize(
+    ("memory", "options"),
+    [
+        ("paper", {"optimizer": "sgd"}),
+        ("script", {"optimizer": "adam", "num_byzantine": 2, "num_declared": 1, "aggregator": "TrimmedMean"}),
+    ],
+)
+def test_the_simulator_only_moves_messages(memory: str, options: dict[str, Any]) -> None:
+    settings = settings_of(num_agents=5, attack="SignFlip", memory=memory, seed=3, **options)
     simulation = settings.simulation()
     batches = [LARGE, SMALL, SMALL, LARGE, SMALL]
     (state,), _ = simulation.run(simulation.start(), batches, 0)
@@ -204,7 +210,7 @@ def test_federations_side_by_side_do_what_each_does_alone() -> None:
             tolerance = 0.02 if "weight" in name else 1e-3  # RFA's weights magnify rounding most
             np.testing.assert_allclose(getattr(found, name), values, rtol=2e-3, atol=tolerance, err_msg=name)
         for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
-            np.testing.assert_allclose(one, other, atol=2e-4)
+            np.testing.assert_allclose(one, other, atol=2e-3)  # RFA, again
     assert len({np.asarray(found.return_mean[:, 1:]).tobytes() for found in metrics}) == len(settings)
 
 

@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -29,10 +29,11 @@ from byzpg.components import Component
 from byzpg.config import Config, Settings
 from byzpg.envs import host
 from byzpg.experiments import COLLECTIONS, EXPERIMENTS, Scope, grid
-from byzpg.report import write_report
+from byzpg.report import by_preset, write_report
 from byzpg.results import Results
 from byzpg.robustness import certificate
 from byzpg.runs import Run, RunDirectory, provenance
+from byzpg.summaries import final_returns, run_means
 
 console = Console()
 errors = Console(stderr=True)
@@ -166,7 +167,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Resume:
-    """Continue a run from its last checkpoint, exactly as if it had never stopped."""
+    """Continue a run from its last checkpoint, as if it had never stopped."""
 
     directory: tyro.conf.Positional[Path]
     """The run's directory."""
@@ -240,15 +241,29 @@ class Reproduce:
         with _progress(command) as on_progress:
             _say(f"{len(directories)} runs, preset {self.preset}: {len(directories) - left} done, {left} to do.")
             training.resume_all(directories, on_progress)
-        about = {**provenance(), "command": command, "seconds": time.monotonic() - started, "runs_trained": left}
+        about = {**provenance(), "command": command}
+        if left == len(directories):  # else it would be the time of the last call alone
+            about["seconds"] = time.monotonic() - started
         runs = {directory.name: training.load(directory) for directory in directories}
-        results = Results.of(planned, runs, about)
-        name = "-".join([*self.names, self.preset])
-        results.save(self.directory / f"{name}.npz")
+        results, kept = Results.of(planned, runs, about), self.directory / f"{self._name()}.npz"
+        results.save(kept)
         console.print(_table_of(results))
-        _draw(results, self.directory)
-        _say(f"Results: {self.directory / name}.npz")
-        _say(f"A page of them: byzpg report {self.directory / name}.npz")
+        for name, run in runs.items():
+            if run.diverged:
+                _say(f"Diverged: seed {', '.join(map(str, run.diverged))} of {self.directory / 'runs' / name}.")
+        _draw([results], kept.with_suffix(""))
+        _say(f"Results: {kept}")
+        _say(f"A page of them: byzpg report {kept}")
+
+    def _name(self) -> str:
+        """What was asked for, so that no other results are overwritten."""
+        asked = [*self.names, self.task, self.preset]
+        asked += [
+            f"{self.seeds}-seeds" if self.seeds else None,
+            f"from-{self.seed}" if self.seed != Scope().seed else None,
+        ]
+        asked.append(f"{self.trajectories}-trajectories" if self.trajectories else None)
+        return "-".join(part for part in asked if part)
 
 
 @dataclass(frozen=True)
@@ -274,8 +289,7 @@ class Report:
         with console.status("drawing"):
             write_report(loaded, self.output)
         if self.figures is not None:
-            for each in loaded:
-                _draw(each, self.figures)
+            _draw(loaded, self.figures)
         _say(f"Page: {self.output}")
 
 
@@ -431,15 +445,15 @@ def _summary(runs: Mapping[Path, Run]) -> Table:
     return table
 
 
-def _draw(results: Results, folder: Path) -> None:
+def _draw(results: Sequence[Results], folder: Path) -> None:
     """Every experiment as a picture, for the screen and for papers."""
     folder.mkdir(parents=True, exist_ok=True)
-    for experiment in results.experiments:
-        preset = results.runs[experiment.panels[0].cells[0].run].settings.preset
-        picture = folder / f"{experiment.name}-{preset}.png"
-        for ending in (".png", ".svg", ".pdf"):
-            figures.save(figures.draw_experiment(experiment, results.runs), picture.with_suffix(ending))
-        _say(f"Picture: {picture} (and .svg, .pdf)")
+    for chapter in by_preset(results):
+        for experiment in chapter.experiments.values():
+            picture = folder / f"{experiment.name}-{chapter.preset}.png"
+            for ending in (".png", ".svg", ".pdf"):
+                figures.save(figures.draw_experiment(experiment, chapter.runs), picture.with_suffix(ending))
+            _say(f"Picture: {picture} (and .svg, .pdf)")
 
 
 def _table_of(results: Results) -> Table:
@@ -451,8 +465,7 @@ def _table_of(results: Results) -> Table:
         for panel in experiment.panels:
             for cell in panel.cells:
                 run = results.runs[cell.run]
-                late = run.returns[:, -max(1, run.returns.shape[1] // 10) :].mean(axis=1)
-                weight = run.metrics.get("byzantine_weight")
+                late, weight = final_returns(run), run_means(run, "byzantine_weight")
                 liars = "–" if weight is None or not run.settings.num_byzantine else f"{np.nanmean(weight):.1%}"
                 label = cell.label if cell.at is None else f"{cell.label}: {cell.at}"
                 best, last = np.nanmax(run.returns.mean(axis=0)), f"{late.mean():.0f} ± {late.std():.0f}"

@@ -42,15 +42,20 @@ class Result:
         end = int(run.trajectories[-1])
         grid = np.linspace(0, end, min(NUM_CELLS, len(run.trajectories)) + 1)[1:]
         grid = grid[grid >= run.trajectories[0]]
-        metrics = {}
+        metrics = {"return_mean": smooth_on_grid(run.trajectories, run.returns, grid)}
         for name in KEPT:
-            known = np.all(np.isfinite(run.metrics[name]), axis=0) if name != "return_mean" else slice(None)
-            values = run.metrics[name][:, known]
-            if values.shape[1]:  # a metric of large batches alone is spread over the cells between them
-                sizes = np.diff(run.trajectories, prepend=0)[known]
-                found = smooth_on_grid(np.cumsum(sizes) * (end / sizes.sum()), values, grid)
-                metrics[name] = found.astype(np.float32)
-        return cls(run.settings, grid, metrics)
+            if name != "return_mean" and np.any(np.isfinite(run.metrics[name])):
+                metrics[name] = np.stack([_spread(run.trajectories, values, grid) for values in run.metrics[name]])
+        return cls(run.settings, grid, {name: values.astype(np.float32) for name, values in metrics.items()})
+
+
+def _spread(trajectories: np.ndarray, values: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """One seed's metric [cell]; where only large batches have it, or a diverged seed none, over the cells between."""
+    known = np.isfinite(values)
+    if not np.any(known):
+        return np.full(len(grid), np.nan)
+    sizes = np.diff(trajectories, prepend=0)[known]
+    return smooth_on_grid(np.cumsum(sizes) * trajectories[-1] / sizes.sum(), values[None, known], grid)[0]
 
 
 @dataclass(frozen=True, eq=False)

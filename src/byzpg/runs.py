@@ -118,8 +118,8 @@ class RunDirectory:
             raise ValueError(f"{path} is not an empty directory: choose another one.")
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
-        directory._write_json("provenance.json", provenance())
         directory._write_json("config.json", settings.as_data())
+        directory._write_json("provenance.json", provenance())
         return directory
 
     @classmethod

@@ -37,7 +37,7 @@ class Progress:
     num_iterations: int
     trajectories: int  # per agent, so far
     total_trajectories: int
-    mean_return: float  # of the last block, over seeds and honest agents
+    mean_return: float  # of the last block, over seeds and honest agents; of several runs, the first one's
     seconds: float  # since training (or resuming) began
     done: float  # share of all the work that was asked for
     label: str = ""  # which part of it
@@ -166,9 +166,10 @@ class _Pending:
 
     @property
     def work(self) -> float:
-        """What it will cost, in episodes."""
+        """What it will cost, roughly: an episode of LunarLander as much as seven of CartPole."""
         settings = self.settings
-        return float(settings.num_seeds * settings.num_agents * settings.trajectories)
+        episodes = settings.num_seeds * settings.num_agents * settings.trajectories
+        return episodes * settings.horizon * settings.bound_policy().dimension ** 0.5
 
 
 def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
@@ -204,7 +205,7 @@ def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Ru
             kept_blocks.append({name: np.asarray(values)[:, : last - first] for name, values in vars(block).items()})
         stopped = None
         if on_progress is not None:
-            latest_return = float(np.mean([each[-1]["return_mean"] for each in blocks]))
+            latest_return = float(np.mean(blocks[0][-1]["return_mean"]))
             reached, total = int(plan.trajectories[last - 1]), int(plan.trajectories[-1])
             try:
                 seconds = time.monotonic() - started

@@ -128,7 +128,7 @@ def _reach_cells(each: Comparison) -> list[str]:
     elif ours == inf or high == inf:
         verdict = "never there" if ours == inf else "there alone"
     else:
-        ratio = (low if hidden else high) / ours
+        ratio = low / ours  # the least it can be: published curves are known at every 250th trajectory
         verdict = f"{ratio:.1f}× sooner" if ratio >= 1 else f"{1 / ratio:.1f}× later"
     verdict += "; ends lower" * each.ends_lower() + "; ends higher" * each.withstands_more()
     return [theirs, count(ours), with_interval(reach_estimate(each.result), count), _verdict(each, verdict)]
