@@ -667,7 +667,7 @@ def test_files_of_one_preset_become_one_chapter(tmp_path: Path) -> None:
     (merged,) = by_preset(parts)
     assert [panel.task for panel in merged.experiments["fig1"].panels] == [CARTPOLE, LUNARLANDER]
     longer = made_up(grid(["cartpole"], Scope(num_seeds=3, trajectories=3000)))
-    with pytest.raises(ValueError, match="fig1 .* in two of these files with different runs"):
+    with pytest.raises(ValueError, match=r"fig1 .* in two of these files with different runs"):
         write_report([parts[0], longer], tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text() == text
 
