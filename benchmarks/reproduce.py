@@ -53,8 +53,10 @@ def main() -> None:
         runs = {directory.name: training.load(directory) for directory in directories}
     name = "-".join([*arguments.names, arguments.preset])
     if arguments.output is not None:
-        command = f"python benchmarks/reproduce.py {' '.join(sys.argv[1:])}"
-        about = {**provenance(), "command": command, "seconds": seconds, "runs_trained": len(runs)}
+        given = {name: value for name, value in vars(arguments).items() if value != parser.get_default(name)}
+        options = [f"--{name} {value}" for name, value in given.items() if name not in ("names", "output")]
+        command = " ".join(["python benchmarks/reproduce.py", *arguments.names, *options])
+        about = {**provenance(), "command": command, "seconds": seconds}
         arguments.output.mkdir(parents=True, exist_ok=True)
         Results.of(planned, runs, about).save(arguments.output / f"{name}.npz")
     hours = sum(15 if run.settings.env == LUNARLANDER else 5 for run in runs.values())
