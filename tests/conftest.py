@@ -14,6 +14,7 @@ CACHE = "JAX_COMPILATION_CACHE_DIR"
 MINE = CACHE not in os.environ
 if MINE:
     os.environ[CACHE] = tempfile.mkdtemp(prefix="byzpg-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from byzpg import Config, published, train, training
+from byzpg import Config, published, training
 from byzpg.experiments import COLLECTIONS, EXPERIMENTS, Scope, grid, run_name
 from byzpg.runs import Run, RunDirectory
 from byzpg.simulate import Simulation
@@ -187,15 +187,6 @@ def test_a_crash_between_the_checkpoints_of_a_program(finished: Any, tmp_path: P
     assert set(sizes) == {1, 2}
     for ours, theirs in zip(directories, finished[0], strict=False):
         np.testing.assert_allclose(training.load(ours).returns[:, :9], training.load(theirs).returns[:, :9], rtol=1e-3)
-
-
-def test_together_a_run_is_what_it_is_alone(finished: Any) -> None:
-    """Up to rounding."""
-    for directory, config in zip(finished[0][:2], CONFIGS.values(), strict=False):
-        together, alone = training.load(directory), train(config)
-        np.testing.assert_array_equal(together.trajectories, alone.trajectories)
-        np.testing.assert_allclose(together.returns[:, :3], alone.returns[:, :3], rtol=1e-3)
-        np.testing.assert_allclose(together.parameters["last"], alone.parameters["last"], atol=0.02)
 
 
 def test_a_stopped_grid_goes_on_and_finished_runs_are_left_alone(
