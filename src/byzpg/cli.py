@@ -236,13 +236,14 @@ class Reproduce:
         planned = grid(self.names, Scope(self.preset, self.seeds, self.seed, self.trajectories), self.task)
         directories = planned.lay_down(self.directory / "runs")
         left = sum(not RunDirectory.open(directory).complete for directory in directories)
+        begun = any((directory / "checkpoint.npz").is_file() for directory in directories)
         started = time.monotonic()
         command = shlex.join(["byzpg", *sys.argv[1:]])
         with _progress(command) as on_progress:
             _say(f"{len(directories)} runs, preset {self.preset}: {len(directories) - left} done, {left} to do.")
             training.resume_all(directories, on_progress)
         about = {**provenance(), "command": command}
-        if left == len(directories):  # else it would be the time of the last call alone
+        if not begun:  # else it would be the time of the last call alone
             about["seconds"] = time.monotonic() - started
         runs = {directory.name: training.load(directory) for directory in directories}
         results, kept = Results.of(planned, runs, about), self.directory / f"{self._name()}.npz"
