@@ -209,15 +209,11 @@ def test_a_stopped_grid_goes_on_and_finished_runs_are_left_alone(
     assert sizes == []
 
 
-def test_batches_that_would_not_fit_the_memory_are_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
-) -> None:
-    sizes.clear()
+def test_batches_that_would_not_fit_the_memory_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = "gpu" if jax.default_backend() == "gpu" else "cpu"
     monkeypatch.setitem(training.LARGEST_BATCH, kind, 2 * 2 * 4 * 20)
-    shared = replace(CONFIGS["other-step"], trajectories=4)
-    steps = (0.1, 0.2, 0.3, 0.4)
-    for step_size in steps:
-        RunDirectory.create(tmp_path / str(step_size), replace(shared, step_size=step_size).resolved())
-    training.resume_all([tmp_path / str(step_size) for step_size in steps])
-    assert sizes == [2, 2]
+    configs = [replace(CONFIGS["other-step"], step_size=step_size) for step_size in (0.1, 0.2, 0.3, 0.4)]
+    pending = [training._Pending(config.resolved(), None, None) for config in configs]
+    parts = list(training._parts(pending))
+    assert [len(part) for part in parts] == [2, 2]
+    assert sorted(each.settings.step_size for part in parts for each in part) == [0.1, 0.2, 0.3, 0.4]
