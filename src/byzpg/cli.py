@@ -258,12 +258,14 @@ class Reproduce:
 
     def _name(self) -> str:
         """What was asked for, so that no other results are overwritten."""
-        asked = [*self.names, self.task, self.preset]
-        asked += [
+        asked = [
+            *self.names,
+            self.task,
+            self.preset,
             f"{self.seeds}-seeds" if self.seeds else None,
             f"from-{self.seed}" if self.seed != Scope().seed else None,
+            f"{self.trajectories}-trajectories" if self.trajectories else None,
         ]
-        asked.append(f"{self.trajectories}-trajectories" if self.trajectories else None)
         return "-".join(part for part in asked if part)
 
 
@@ -452,8 +454,9 @@ def _draw(results: Sequence[Results], folder: Path) -> None:
     for chapter in by_preset(results):
         for experiment in chapter.experiments.values():
             picture = folder / f"{experiment.name}-{chapter.preset}.png"
+            figure = figures.draw_experiment(experiment, chapter.runs)
             for ending in (".png", ".svg", ".pdf"):
-                figures.save(figures.draw_experiment(experiment, chapter.runs), picture.with_suffix(ending))
+                figures.save(figure, picture.with_suffix(ending))
             _say(f"Picture: {picture} (and .svg, .pdf)")
 
 

@@ -25,7 +25,7 @@ from byzpg import published
 from byzpg.experiments import CARTPOLE, LUNARLANDER, Experiment, Panel
 from byzpg.files import write_atomically
 from byzpg.results import Result
-from byzpg.statistics import bootstrap_interval, interquartile_mean, smooth_on_grid
+from byzpg.statistics import bootstrap_interval, even_grid, interquartile_mean, smooth_on_grid
 from byzpg.summaries import LEVELS, Estimate, estimate, final_returns, reach_estimate, run_means
 
 # Told apart with any colour vision (Okabe & Ito 2008); their yellow, too pale for lines, is left out.
@@ -182,10 +182,8 @@ def _seeds(curves: Sequence[Curve]) -> str:
 
 def _cells(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     """The curve on an even grid [cell] of at most 100 cells: as fine as the eye needs, with the noise averaged out."""
-    trajectories = np.asarray(curve.trajectories, float)
-    grid = np.linspace(0, trajectories[-1], min(100, len(trajectories)) + 1)[1:]
-    grid = grid[grid >= trajectories[0]]
-    return grid, smooth_on_grid(trajectories, curve.returns, grid)
+    grid = even_grid(curve.trajectories, 100)
+    return grid, smooth_on_grid(curve.trajectories, curve.returns, grid)
 
 
 # Experiments

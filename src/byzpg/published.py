@@ -6,10 +6,17 @@ runs start from one θ_0 and toss one coin; the seed only moves the environments
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from importlib.resources import files
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+
+
+@cache
+def _all_curves() -> dict[str, Any]:
+    return json.loads((files("byzpg") / "published_curves.json").read_text())
 
 
 def curves(figure: str, panel: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -17,9 +24,8 @@ def curves(figure: str, panel: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
     Read off the plots (arXiv 2401.03489); an error of about ±3 on CartPole, ±2 on LunarLander.
     """
-    text = (files("byzpg") / "published_curves.json").read_text()
     found = {}
-    for method, curve in json.loads(text)[figure][panel].items():
+    for method, curve in _all_curves()[figure][panel].items():
         trajectories, returns = (np.asarray(curve[axis], float) for axis in "xy")
         seen = np.isfinite(returns)
         found[method.replace("alpha", "α")] = trajectories[seen], returns[seen]

@@ -17,7 +17,7 @@ from byzpg.config import Config, Settings
 from byzpg.experiments import Cell, Experiment, Grid, Panel
 from byzpg.files import write_atomically
 from byzpg.runs import Run
-from byzpg.statistics import smooth_on_grid
+from byzpg.statistics import even_grid, smooth_on_grid
 
 NUM_CELLS = 160
 KEPT = ("return_mean", "byzantine_weight", "diameter_before", "diameter_after")
@@ -39,9 +39,7 @@ class Result:
 
     @classmethod
     def of(cls, run: Run) -> "Result":
-        end = int(run.trajectories[-1])
-        grid = np.linspace(0, end, min(NUM_CELLS, len(run.trajectories)) + 1)[1:]
-        grid = grid[grid >= run.trajectories[0]]
+        grid = even_grid(run.trajectories, NUM_CELLS)
         metrics = {"return_mean": smooth_on_grid(run.trajectories, run.returns, grid)}
         for name in KEPT:
             if name != "return_mean" and np.any(np.isfinite(run.metrics[name])):

@@ -140,6 +140,12 @@ def _batch_sizes(trajectories: np.ndarray, returns: np.ndarray) -> np.ndarray:
     return sizes
 
 
+def even_grid(trajectories: np.ndarray, most: int) -> np.ndarray:
+    """Ends of at most so many even cells, and of no more than there are iterations, from the first iteration's on."""
+    grid = np.linspace(0, trajectories[-1], min(most, len(trajectories)) + 1)[1:]
+    return grid[grid >= trajectories[0]]
+
+
 def smooth_on_grid(trajectories: np.ndarray, returns: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """Returns [seed, cell] by cells of trajectories, cell i being (grid[i − 1], grid[i]] and the first from 0 on.
 
