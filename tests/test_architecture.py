@@ -43,6 +43,7 @@ ORDER = [
     "summaries",
     "figures",
     "report",
+    "live",
     "cli",
 ]
 

@@ -65,7 +65,7 @@ def test_the_script_preset_starts_from_them_whatever_the_seed() -> None:
     (state,) = simulation.start()
     expected = np.broadcast_to(first_parameters((4, 16, 16, 2)), (2, 2, 386))
     np.testing.assert_array_equal(state.agents.parameters, expected)
-    large = Plan.of(settings, simulation).large
+    large = Plan.of(settings, simulation.coin()).large
     assert list(large) == list(islice(tosses(0.2), len(large)))
     keys = jax.random.split(jax.random.key(0), 2)
     seeded = jax.vmap(Config(num_agents=2).resolved().federation().agent.policy.initial)(keys)

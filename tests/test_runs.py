@@ -46,7 +46,7 @@ class Stopped(Exception):
 
 def plan_of(config: Config) -> Plan:
     settings = config.resolved()
-    return Plan.of(settings, settings.simulation())
+    return Plan.of(settings, settings.simulation().coin())
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from byzpg import published
+from byzpg.coin import CommonCoin
 from byzpg.config import Config, Settings
 from byzpg.runs import Checkpoint, Run, RunDirectory
 from byzpg.simulate import LARGE, SKIP, SMALL, Metrics, Simulation, SimulationState, States
@@ -55,8 +56,8 @@ class Plan:
     output_iteration: int  # T̂
 
     @classmethod
-    def of(cls, settings: Settings, simulation: Simulation) -> "Plan":
-        coin, large, total = simulation.coin(), [], [0]
+    def of(cls, settings: Settings, coin: CommonCoin) -> "Plan":
+        large, total = [], [0]
         probability = settings.switch_probability
         common = (coin.is_large(iteration, probability) for iteration in count())
         tosses = common if settings.coin == "common" else published.tosses(probability)
@@ -122,7 +123,7 @@ def load(directory: str | Path) -> Run:
         )
     settings = kept.settings()
     simulation = settings.simulation()
-    plan = Plan.of(settings, simulation)
+    plan = Plan.of(settings, simulation.coin())
     return _results(settings, plan, _restored(simulation, [checkpoint])[0], checkpoint.metrics)
 
 
@@ -186,7 +187,7 @@ def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Ru
     started = time.monotonic()
     settings = pending[0].settings
     simulation = Simulation(tuple(each.settings.federation() for each in pending), settings.seeds)
-    plan = Plan.of(settings, simulation)
+    plan = Plan.of(settings, simulation.coin())
     num_iterations = len(plan.large)
     states, begin = simulation.start(), 0
     blocks: list[list[dict[str, np.ndarray]]] = [[] for _ in pending]

@@ -1,0 +1,213 @@
+"""Who a member is: a private key file that never leaves its machine, and a public card that everybody may have.
+
+A member has two keys: an Ed25519 key signs its messages, an ECDSA key and its certificate encrypt its connections.
+There is no certificate authority: others pin the very certificate.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.x509.oid import NameOID
+
+from byzpg.files import write_atomically
+
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
+ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):(?P<port>\d{1,5})")
+CARD_TAG = b"byzpg card 1\n"
+# A certificate is pinned, so its end would only stop a fleet: it is taken out of service by a new manifest.
+LIFETIME = timedelta(days=36500)
+
+
+@dataclass(frozen=True)
+class Member:
+    """What everybody may know of a member."""
+
+    name: str
+    address: str
+    certificate: str  # PEM
+    public_key: str  # Ed25519, hexadecimal
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        check_address(self.address)
+        try:
+            x509.load_pem_x509_certificate(self.certificate.encode())
+            self.verifier()
+        except ValueError as error:
+            raise ValueError(f"member {self.name}: its certificate or public key is broken: {error}") from None
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate."""
+        return fingerprint(self.certificate.encode())
+
+    def verifier(self) -> ed25519.Ed25519PublicKey:
+        return ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.public_key))
+
+    def as_data(self) -> dict[str, str]:
+        return {
+            "name": self.name,
+            "address": self.address,
+            "fingerprint": self.fingerprint,
+            "public_key": self.public_key,
+            "certificate": self.certificate,
+        }
+
+    @classmethod
+    def of(cls, values: dict[str, object], source: str) -> "Member":
+        """A member from plain data; what the fingerprint says must be so."""
+        fields = ("name", "address", "fingerprint", "public_key", "certificate")
+        for field in fields:
+            if not isinstance(values.get(field), str):
+                raise ValueError(f"{source}: a member needs {field}, a text.")
+        name, address, expected, public_key, certificate = (str(values[field]) for field in fields)
+        member = cls(name, address, certificate, public_key)
+        if member.fingerprint != expected:
+            raise ValueError(
+                f"{source}: the certificate of {name} has the fingerprint {member.fingerprint}, not {expected}: "
+                "one of the two was changed; ask the member for its card again."
+            )
+        return member
+
+
+@dataclass(frozen=True, eq=False)
+class PrivateIdentity:
+    """A member's two private keys."""
+
+    signing: ed25519.Ed25519PrivateKey
+    tls: bytes  # PEM
+
+
+def fingerprint(certificate: bytes) -> str:
+    """SHA-256 of a PEM certificate."""
+    loaded = x509.load_pem_x509_certificate(certificate)
+    return loaded.fingerprint(hashes.SHA256()).hex()
+
+
+def check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ValueError(f"a member's name must be 1 to 32 of a-z, 0-9 and -, got {name!r}.")
+
+
+def check_address(address: str) -> None:
+    found = ADDRESS.fullmatch(address)
+    if not found or not 0 < int(found["port"]) < 65536:
+        raise ValueError(f"an address must be host:port with a port of 1 to 65535, got {address!r}.")
+
+
+def generate(name: str, address: str) -> tuple[Member, PrivateIdentity]:
+    """A new member and its private keys."""
+    check_name(name)
+    check_address(address)
+    signing, tls = ed25519.Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(tls.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))  # clocks differ
+        .not_valid_after(now + LIFETIME)
+        # What links ask for instead of a host name: members are known by name, wherever they are.
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(tls, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
+    member = Member(name, address, pem, signing.public_key().public_bytes_raw().hex())
+    return member, PrivateIdentity(signing, _pem(tls))
+
+
+def _pem(key: ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def write_identity(folder: Path, member: Member, private: PrivateIdentity) -> tuple[Path, Path]:
+    """NAME.key, for its owner's eyes alone, and NAME.card; neither is ever overwritten."""
+    key, card = folder / f"{member.name}.key", folder / f"{member.name}.card"
+    for path in (key, card):
+        if path.exists():
+            raise ValueError(f"{path} is there already, and keys are never overwritten: choose another --directory.")
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(_pem(private.signing) + private.tls)
+        file.flush()
+        os.fsync(file.fileno())
+    values = member.as_data() | {"signature": private.signing.sign(_card_content(member)).hex()}
+    text = "# The public card of a member of a byzpg federation: for everybody.\n" + to_toml(values)
+    write_atomically(card, lambda file: file.write(text.encode()))
+    return key, card
+
+
+def _card_content(member: Member) -> bytes:
+    return CARD_TAG + "\n".join(member.as_data().values()).encode()
+
+
+def read_card(path: Path) -> Member:
+    """A member from its card, which it must have signed itself."""
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"card {path} cannot be read: {error}") from None
+    member = Member.of(values, f"card {path}")
+    try:
+        member.verifier().verify(bytes.fromhex(str(values.get("signature", ""))), _card_content(member))
+    except (InvalidSignature, ValueError):
+        raise ValueError(f"card {path} is not signed by {member.name}'s own key: ask for the card again.") from None
+    return member
+
+
+def read_key(path: Path, member: Member) -> PrivateIdentity:
+    """The private keys of a member; those of another one, or keys that others can read, are an error."""
+    try:
+        if os.name == "posix" and path.stat().st_mode & 0o077:
+            raise ValueError(f"{path} can be read by others: chmod 600 {path}.")
+        blocks = re.findall(rb"-----BEGIN [^-]+-----.+?-----END [^-]+-----\n", path.read_bytes(), re.DOTALL)
+    except OSError as error:
+        raise ValueError(f"the private key of {member.name} cannot be read: {error}. See byzpg keygen.") from None
+    if len(blocks) != 2:
+        raise ValueError(f"{path} is no private key of byzpg: it must hold two keys, got {len(blocks)}.")
+    signing = serialization.load_pem_private_key(blocks[0], None)
+    if not isinstance(signing, ed25519.Ed25519PrivateKey):
+        raise ValueError(f"{path} is no private key of byzpg: its first key must be Ed25519.")
+    if signing.public_key().public_bytes_raw().hex() != member.public_key:
+        raise ValueError(f"{path} is not the key of {member.name}: its public key is not the one in the manifest.")
+    return PrivateIdentity(signing, blocks[1])
+
+
+def short(content: bytes) -> str:
+    """A few letters that tell contents apart."""
+    return sha256(content).hexdigest()[:12]
+
+
+def to_toml(values: Mapping[str, object]) -> str:
+    """Plain values as TOML; a text of several lines stays one."""
+    return "".join(f"{name} = {_toml_value(value)}\n" for name, value in values.items())
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        if "\n" in value:
+            return f'"""\n{value}"""'
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return repr(value)

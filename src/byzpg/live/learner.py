@@ -1,0 +1,243 @@
+"""One member's agent, as vectors out and vectors in. The method is `algorithms.Agent`'s; nothing here knows a network.
+
+Random numbers have the addresses they have in `simulate`, under a key of the member's own: a member that has the
+simulator's key draws what its simulated twin draws.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from byzpg.algorithms import Agent, AgentState
+from byzpg.attacks import Attack, Knowledge
+from byzpg.clouds import Cloud
+from byzpg.coin import CommonCoin
+from byzpg.config import Settings
+from byzpg.envs.host import HostTask
+from byzpg.live.status import Status
+from byzpg.rollouts import Episodes, Liars
+from byzpg.rules import Rule
+from byzpg.simulate import INITIAL, ITERATIONS, QUICK_COMPILATION
+from byzpg.training import Plan
+
+ATTACK_STREAM, RULE_STREAM = 0, 1  # of a round's key, as in `exchange`
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a member made of one step."""
+
+    diameter: float  # of all that was received, liars included
+    weights: np.ndarray | None  # [K], what each sender got; None for rules without weights
+
+
+class Learner:
+    """The agent at one position of a federation."""
+
+    def __init__(self, settings: Settings, index: int, key_data: np.ndarray, attack: Attack | None = None) -> None:
+        federation = settings.federation()
+        self.settings, self.index = settings, index
+        self.agent, self.num_members, self.num_faulty = federation.agent, federation.num_agents, federation.num_declared
+        self.aggregator, self.agreement = federation.aggregator, federation.agreement
+        self.rounds = federation.rounds if federation.agrees else 0
+        self._key = jax.random.wrap_key_data(jnp.asarray(key_data, jnp.uint32))
+        first = self.agent.policy.initial(jax.random.fold_in(jax.random.key(settings.seed), INITIAL))
+        self.plan = Plan.of(settings, CommonCoin.of(np.asarray(first)))
+        self.dimension = len(first)
+        self._state = self.agent.initial(first[None])
+        self._advanced = self._state
+        self._attack = attack if attack is not None and attack.poisons_play else None
+        self.returns, self.steps = np.zeros(0), 0  # of the last batch of episodes
+        self.outcome = Outcome(0.0, None)  # of the last step
+        self.output = self.parameters  # θ_T̂, once iteration T̂ has come
+
+    @property
+    def num_iterations(self) -> int:
+        return len(self.plan.large)
+
+    @property
+    def parameters(self) -> np.ndarray:
+        return np.asarray(self._state.parameters[0])
+
+    def stream(self, iteration: int, stream: int) -> Array:
+        """As in `simulate`: stream k is the play of agent k, those from K on are the rounds of messages."""
+        return _fold(self._key, jnp.asarray([ITERATIONS, iteration, stream]))
+
+    def begin(self, iteration: int) -> np.ndarray:
+        """The member's gradient estimate ṽ_t [d], from episodes of its own."""
+        large, state = bool(self.plan.large[iteration]), self._state
+        if iteration == self.plan.output_iteration:
+            self.output = self.parameters
+        keys = self.stream(iteration, self.index)[None]
+        if isinstance(self.agent.env, HostTask):
+            episodes = self.agent.play(state.parameters, keys, large, _liars(self._attack))
+        else:
+            episodes = _play(self.agent, state.parameters, keys, large, self._attack)
+        own, sampled = _estimate(self.agent, large, state, episodes)
+        self.returns, self.steps = np.asarray(sampled.returns[0]), int(np.sum(sampled.lengths))
+        return np.asarray(own[0])
+
+    def combine(self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray) -> np.ndarray | None:
+        """What follows from the vectors [K, d] of one step: the vector of the next, or None after the last.
+
+        Phase 0 is the gradients', k the k-th round of agreement's.
+        """
+        rule = self.aggregator if phase == 0 else self.agreement
+        assert rule is not None
+        round_key = self.stream(iteration, self.num_members + phase)
+        key = jax.random.fold_in(jax.random.fold_in(round_key, RULE_STREAM), self.index)
+        combined, weights, diameter = _apply(rule, self.num_faulty, received, present, self.index, key)
+        self.outcome = Outcome(float(diameter), None if weights is None else np.asarray(weights))
+        if phase == 0:
+            own = jnp.asarray(received[self.index])[None]
+            self._advanced = _advance(self.agent, self._state, own, combined[None])
+            vector = self._advanced.parameters
+        else:
+            vector = combined[None]
+        if phase < self.rounds:
+            return np.asarray(vector[0])
+        self._state = self._settled(vector) if self.rounds else self._advanced
+        return None
+
+    def _settled(self, agreed: Array) -> AgentState:
+        return _settle(self.agent, self._state.parameters, self._advanced, agreed)
+
+    # The state as a vector: what a checkpoint keeps, and what members tell one that fell behind.
+
+    @property
+    def state_dimension(self) -> int:
+        return len(self.snapshot())
+
+    def snapshot(self) -> np.ndarray:
+        """θ_t, θ_{t−1}, v̂_{t−1} and the optimizer's moments, one after the other."""
+        return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in _vectors(self._state)])
+
+    def restore(self, iteration: int, snapshot: np.ndarray) -> None:
+        rows = iter(np.asarray(snapshot, np.float32).reshape(-1, self.dimension))
+
+        def restored(leaf: Array) -> Array:
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                return jnp.asarray(next(rows)).reshape(leaf.shape)
+            return jnp.full_like(leaf, iteration)  # an optimizer's count of its steps
+
+        self._state = self._advanced = jax.tree.map(restored, self._state)
+
+    def adopt(self, iteration: int, states: Sequence[np.ndarray | None]) -> None:
+        """Take over the state of others [K], combined part by part with the agreement rule.
+
+        The own state is out of date. In its place stands the coordinate-wise median of the others': for rules that
+        start from the own row, it is one that liars cannot move far.
+        """
+        rule, found = self.agreement or self.aggregator, [state for state in states if state is not None]
+        median = np.median(np.stack(found), axis=0).astype(np.float32)
+        rows = np.stack([median if state is None else state for state in states])
+        present = np.asarray([state is not None or k == self.index for k, state in enumerate(states)])
+        parts = rows.reshape(len(rows), -1, self.dimension)
+        key = jax.random.fold_in(self.stream(iteration, self.num_members), self.index)
+        combined = [
+            np.asarray(_apply(rule, self.num_faulty, parts[:, part], present, self.index, key)[0])
+            for part in range(parts.shape[1])
+        ]
+        self.restore(iteration, np.concatenate(combined))
+
+    def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
+        """Tell the status what the last step, or with phase None the last iteration, was like; numbers to keep."""
+        if phase is not None:
+            status.combined(phase, self.outcome.diameter, self.outcome.weights)
+            return {}
+        trajectories, mean = int(self.plan.trajectories[iteration]), float(np.mean(self.returns))
+        status.iteration_ended(iteration + 1, trajectories, mean)
+        return {
+            "trajectories": trajectories,
+            "return_mean": mean,
+            "return_std": float(np.std(self.returns)),
+            "environment_steps": self.steps,
+        }
+
+    def lies(self, attack: Attack, iteration: int, phase: int, truth: np.ndarray) -> list[np.ndarray]:
+        """What an attacker in this place sends to each member [K] instead of `truth`; it knows its own vector alone."""
+        vectors = jnp.full((self.num_members, self.dimension), jnp.nan).at[self.index].set(truth)
+        key = jax.random.fold_in(self.stream(iteration, self.num_members + phase), ATTACK_STREAM)
+        return list(np.asarray(_lies(attack, phase == 0, vectors, self.index, iteration, key)))
+
+    def warm_up(self) -> None:
+        """Compile everything, so that it costs nobody a round."""
+        state, returns = self._state, self.returns
+        everyone = np.ones(self.num_members, bool)
+        sizes = {bool(large): iteration for iteration, large in reversed(list(enumerate(self.plan.large)))}
+        vector = np.zeros(self.dimension, np.float32)
+        for iteration in sizes.values():
+            vector = self.begin(iteration)
+        for phase in range(min(2, 1 + self.rounds)):
+            rows = np.broadcast_to(vector, (self.num_members, self.dimension))
+            self.combine(0, phase, rows, everyone)
+        if self.rounds:
+            self._settled(jnp.asarray(vector)[None])
+        self._state, self._advanced, self.returns = state, state, returns
+
+
+def _vectors(state: AgentState) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+@jax.jit
+def _fold(key: Array, address: Array) -> Array:
+    return jax.lax.scan(lambda folded, each: (jax.random.fold_in(folded, each), None), key, address)[0]
+
+
+@partial(jax.jit, static_argnames=("agent", "large", "attack"), compiler_options=QUICK_COMPILATION)
+def _play(agent: Agent, parameters: Array, keys: Array, large: bool, attack: Attack | None) -> Episodes:
+    return agent.play(parameters, keys, large, _liars(attack))
+
+
+def _liars(attack: Attack | None) -> Liars:
+    """The member itself, where it poisons its play."""
+    return [] if attack is None else [(attack, jnp.ones(1, bool))]
+
+
+@partial(jax.jit, static_argnames=("agent", "large"), compiler_options=QUICK_COMPILATION)
+def _estimate(agent: Agent, large: bool, state: AgentState, episodes: Episodes) -> Any:
+    # Done twice side by side: the products of a lone agent would be rounded otherwise than those of a simulated one,
+    # one action in a million would differ, and from there on everything.
+    both = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]) if leaf.ndim else leaf, (state, episodes))
+    return agent.estimate(*both, large)
+
+
+@partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)
+def _advance(agent: Agent, state: AgentState, own: Array, aggregated: Array) -> AgentState:
+    return agent.advance(state, own, aggregated)
+
+
+@partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)
+def _settle(agent: Agent, before: Array, advanced: AgentState, agreed: Array) -> AgentState:
+    return agent.settle(before, advanced, agreed)
+
+
+@partial(jax.jit, static_argnames=("rule", "num_faulty"), compiler_options=QUICK_COMPILATION)
+def _apply(
+    rule: Rule, num_faulty: int, received: Array, present: Array, own: Array | int, key: Array
+) -> tuple[Array, Array | None, Array]:
+    """The result at one receiver, the weights it gave, and the diameter of what it received."""
+    cloud = Cloud.received(received, present, len(received) - num_faulty, jnp.asarray(own))
+    distances = jnp.where(jnp.isfinite(cloud.distances()), cloud.distances(), 0)
+    diameter = jnp.sqrt(jnp.max(distances))
+    if rule.has_weights:
+        coefficients = rule.coefficients(cloud, num_faulty, key)
+        return cloud.combine(coefficients), coefficients[:-1], diameter
+    return rule.combine(cloud, num_faulty, key), None, diameter
+
+
+@partial(jax.jit, static_argnames=("attack", "gradients"))
+def _lies(
+    attack: Attack, gradients: bool, vectors: Array, own: Array | int, iteration: Array | int, key: Array
+) -> Array:
+    knowledge = Knowledge(vectors, jnp.asarray([own]), jnp.asarray(iteration), key)
+    everyone = jnp.arange(len(vectors))
+    answers = attack.messages("gradients" if gradients else "parameters", knowledge, everyone)
+    return jnp.broadcast_to(answers[:, 0], vectors.shape)

@@ -1,0 +1,289 @@
+"""One long-lived stream per pair of members, over mutual TLS with pinned certificates.
+
+A member dials those after it in the manifest and is dialled by those before it. Who a message is from is decided by
+the certificate of its connection. Nobody waits for a slow member: of each kind of message at most one waits to be sent
+to it, and a newer one takes its place.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from byzpg.live.identity import PrivateIdentity, fingerprint
+from byzpg.live.manifest import Manifest
+from byzpg.live.protocol import Message
+
+SERVICE, LINK, STATUS = "byzpg.Federation", "Link", "Status"
+HELLO_SECONDS = 10.0
+FIRST_BACKOFF, LARGEST_BACKOFF = 0.2, 3.0
+# Rejected frames in a row after which a connection is cut, and how long its owner then waits outside.
+PATIENCE, BANISHMENT = 50, 5.0
+
+
+def channel_options(largest: int) -> list[tuple[str, Any]]:
+    """Of both ends: larger messages are refused by the length they announce, before they are read."""
+    return [
+        ("grpc.max_receive_message_length", largest),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_concurrent_streams", 16),
+        ("grpc.max_metadata_size", 8192),
+    ]
+
+
+def server_credentials(manifest: Manifest, own: int, private: PrivateIdentity) -> grpc.ServerCredentials:
+    everyone = "".join(member.certificate for member in manifest.members).encode()
+    certificate = manifest.members[own].certificate.encode()
+    return grpc.ssl_server_credentials([(private.tls, certificate)], everyone, require_client_auth=True)
+
+
+def open_channel(
+    manifest: Manifest, own: int, private: PrivateIdentity, other: int, largest: int, address: str | None = None
+) -> aio.Channel:
+    """A connection to another member that nobody else can answer."""
+    member = manifest.members[other]
+    credentials = grpc.ssl_channel_credentials(
+        member.certificate.encode(), private.tls, manifest.members[own].certificate.encode()
+    )
+    options = [*channel_options(largest), ("grpc.ssl_target_name_override", member.name)]
+    return aio.secure_channel(address or member.address, credentials, options)
+
+
+@dataclass
+class Mailbox:
+    """What waits to be sent to one member."""
+
+    waiting: dict[str, bytes] = field(default_factory=dict)
+    newest: int = -1
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, message: Message, frame: bytes) -> None:
+        kind = message.kind
+        if kind == "vector":
+            # An answer about the past must not push out the present.
+            kind = "answer" if message.step < self.newest else "vector"
+            self.newest = max(self.newest, message.step)
+        self.waiting[kind] = frame
+        self.filled.set()
+
+    async def get(self) -> bytes:
+        while not self.waiting:
+            self.filled.clear()
+            await self.filled.wait()
+        return self.waiting.pop(next(iter(self.waiting)))
+
+
+@dataclass
+class Events:
+    """What links tell their owner."""
+
+    received: Callable[[int, bytes], bool]  # whether the frame was a sound message
+    linked: Callable[[int], None]
+    unlinked: Callable[[int, str], None]
+    refused: Callable[[int | None, str, str], None]  # who, a reason to count, and words
+    status: Callable[[], bytes]
+
+
+class Links:
+    """All connections of one member."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        own: int,
+        private: PrivateIdentity,
+        largest: int,
+        listen: str,
+        events: Events,
+        delay: float = 0.0,
+    ) -> None:
+        self.manifest, self.own, self.private, self.events, self.listen = manifest, own, private, events, listen
+        self.limit = max(largest, 2 * len(manifest.canonical) + 4096)  # manifests are exchanged too
+        self.delay = delay  # of a rehearsed slow writer
+        self.connected: set[int] = set()
+        self.bytes_sent = self.bytes_received = 0
+        self._mailboxes = [Mailbox() for _ in manifest.members]
+        self._streams: dict[int, asyncio.Task[Any]] = {}
+        self._banished: dict[int, float] = {}
+        self._dialers: list[asyncio.Task[None]] = []
+        self._by_fingerprint = {member.fingerprint: index for index, member in enumerate(manifest.members)}
+        self._said: dict[int, str] = {}
+        self._server = aio.server(options=channel_options(self.limit), compression=grpc.Compression.NoCompression)
+
+    async def open(self) -> None:
+        handlers = {
+            LINK: grpc.stream_stream_rpc_method_handler(self._accept),
+            STATUS: grpc.unary_unary_rpc_method_handler(self._report),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        try:
+            port = self._server.add_secure_port(self.listen, server_credentials(self.manifest, self.own, self.private))
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise ValueError(f"cannot listen on {self.listen}: is another process there already? See --listen.")
+        await self._server.start()
+        self._dialers = [
+            asyncio.create_task(self._dial(other)) for other in range(self.own + 1, len(self.manifest.members))
+        ]
+
+    def send(self, to: int, message: Message, frame: bytes | None = None) -> None:
+        self._mailboxes[to].put(message, message.frame if frame is None else frame)
+
+    async def flush(self, seconds: float) -> None:
+        """Give what waits for members that are connected a chance to leave."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while any(self._mailboxes[other].waiting for other in self.connected):
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(0.2)  # written is not yet on its way
+
+    async def close(self) -> None:
+        for task in [*self._dialers, *self._streams.values()]:
+            task.cancel()
+        await asyncio.gather(*self._dialers, *self._streams.values(), return_exceptions=True)
+        await self._server.stop(0.5)
+
+    # Being dialled
+
+    def _caller(self, context: aio.ServicerContext) -> int | None:
+        """Who the certificate says is calling."""
+        certificates = list(context.auth_context().get("x509_pem_cert") or ())
+        return self._by_fingerprint.get(fingerprint(certificates[0])) if certificates else None
+
+    async def _accept(self, requests: object, context: aio.ServicerContext) -> None:
+        caller = self._caller(context)
+        if caller is None or caller == self.own:
+            self.events.refused(None, "stranger", f"a certificate that is not in the manifest, from {context.peer()}")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
+        now = asyncio.get_running_loop().time()
+        if now < self._banished.get(caller, 0):
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many bad messages: wait")
+
+        async def refuse(words: str) -> None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, words)
+
+        await self._converse(caller, context.read, context.write, refuse)
+
+    async def _report(self, request: bytes, context: aio.ServicerContext) -> bytes:
+        if self._caller(context) is None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
+        return self.events.status()
+
+    # Dialling
+
+    async def _dial(self, other: int) -> None:
+        backoff = FIRST_BACKOFF
+        while True:
+            channel = open_channel(self.manifest, self.own, self.private, other, self.limit)
+            try:
+                call = channel.stream_stream(f"/{SERVICE}/{LINK}")()
+
+                async def refuse(words: str, call: Any = call) -> None:
+                    call.cancel()
+
+                began = asyncio.get_running_loop().time()
+                await self._converse(other, call.read, call.write, refuse)
+                if not call.done():
+                    call.cancel()
+                elif (code := await call.code()) != grpc.StatusCode.OK:
+                    self._say(other, code, await call.details())
+                if asyncio.get_running_loop().time() - began > LARGEST_BACKOFF:
+                    backoff = FIRST_BACKOFF
+            except aio.AioRpcError as error:
+                self._say(other, error.code(), error.details())
+            finally:
+                await channel.close()
+            banished = self._banished.get(other, 0) - asyncio.get_running_loop().time()
+            await asyncio.sleep(max(backoff, banished))
+            backoff = min(2 * backoff, LARGEST_BACKOFF)
+
+    def _say(self, other: int, code: grpc.StatusCode, details: str | None) -> None:
+        """Why there is no connection, once for each reason."""
+        reason = {
+            grpc.StatusCode.FAILED_PRECONDITION: "manifest",
+            grpc.StatusCode.UNAUTHENTICATED: "stranger",
+            grpc.StatusCode.RESOURCE_EXHAUSTED: "oversized",
+        }.get(code, "unreachable")
+        words = (details or code.name).strip()
+        if self._said.get(other) != reason or reason == "oversized":
+            self._said[other] = reason
+            self.events.refused(other, reason, words)
+
+    # Either way
+
+    async def _converse(
+        self,
+        other: int,
+        read: Callable[[], Awaitable[Any]],
+        write: Callable[[bytes], Awaitable[None]],
+        refuse: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """Exchange manifests, then messages, until the connection ends."""
+        await write(self.manifest.canonical)
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                theirs = await read()
+        except TimeoutError:
+            return
+        if not isinstance(theirs, bytes):
+            return
+        if theirs != self.manifest.canonical:
+            words = self.manifest.difference(theirs)
+            if self._said.get(other) != words:
+                self._said[other] = words
+                self.events.refused(other, "manifest", f"its manifest differs: {words}")
+            await refuse(f"{self.manifest.members[self.own].name} has another manifest: {words}")
+            return
+        if previous := self._streams.pop(other, None):
+            previous.cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[other] = task
+        self._said.pop(other, None)
+        self.connected.add(other)
+        self.events.linked(other)
+        writer = asyncio.create_task(self._write(other, write))
+        reader = asyncio.create_task(self._read(other, read))
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for half in (reader, writer):
+                half.cancel()
+            ended = await asyncio.gather(reader, writer, return_exceptions=True)
+            if self._streams.get(other) is task:
+                del self._streams[other]
+                self.connected.discard(other)
+                words = [str(each) for each in ended if isinstance(each, Exception)]
+                self.events.unlinked(other, words[0] if words else "the connection ended")
+
+    async def _write(self, other: int, write: Callable[[bytes], Awaitable[None]]) -> None:
+        mailbox = self._mailboxes[other]
+        while True:
+            frame = await mailbox.get()
+            if self.delay:
+                await asyncio.sleep(self.delay)
+            await write(frame)
+            self.bytes_sent += len(frame)
+
+    async def _read(self, other: int, read: Callable[[], Awaitable[Any]]) -> None:
+        bad = 0
+        while isinstance(frame := await read(), bytes):
+            self.bytes_received += len(frame)
+            bad = 0 if self.events.received(other, frame) else bad + 1
+            if bad >= PATIENCE:
+                self._banished[other] = asyncio.get_running_loop().time() + BANISHMENT
+                self.events.refused(other, "flood", f"{bad} bad messages in a row: cut off for {BANISHMENT:.0f} s")
+                return

@@ -1,0 +1,101 @@
+"""A member from its files: manifest and key in, a trained policy out."""
+
+import asyncio
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from byzpg import envs
+from byzpg.attacks import Attack
+from byzpg.live.identity import read_key
+from byzpg.live.learner import Learner
+from byzpg.live.manifest import Manifest
+from byzpg.live.peer import Peer
+from byzpg.live.rehearsal import Mischief, parse_attack
+from byzpg.live.status import Log, Sink, Status
+from byzpg.live.store import Store
+from byzpg.runs import Run, RunDirectory
+from byzpg.simulate import Metrics
+
+# How much slower than the grace period a rehearsed slow writer is.
+SLOWNESS = 10.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a member decides for itself."""
+
+    key: Path
+    directory: Path
+    listen: str | None = None  # None: the manifest's address
+    attack: str | None = None
+    seed: int | None = None  # of its random numbers; None: a secret one
+    metrics: tuple[str, int] | None = None  # where Prometheus scrapes
+
+
+async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink | None = None) -> RunDirectory:
+    """Run one member until the federation has finished; its results are a run's directory."""
+    own = manifest.index(name)
+    member, settings = manifest.members[own], manifest.settings()
+    private = read_key(options.key, member)
+    attack = None if options.attack is None else parse_attack(options.attack)
+    for chosen, option in ((attack, "--attack"), (options.seed, "--seed")):
+        if chosen is not None and not manifest.rehearsal:
+            raise ValueError(f"{option} is for rehearsals, and this manifest says rehearsal = false.")
+    store = Store(options.directory, manifest, member)
+    try:
+        if options.seed is None:
+            key_data = store.random_key()
+        else:
+            key_data = np.asarray(jax.random.key_data(jax.random.key(options.seed)))
+        learner = Learner(settings, own, key_data, attack if isinstance(attack, Attack) else None)
+        log = Log(options.directory / "log.jsonl", name, sink)
+        status = Status(
+            tuple(each.name for each in manifest.members),
+            own,
+            learner.num_iterations,
+            None if attack is None else str(attack),
+            envs.make(settings.env).reward_threshold,
+            settings.env,
+        )
+        for record in store.read_progress():
+            status.curve.append((record["trajectories"], record["return_mean"]))
+        delay = SLOWNESS * manifest.times.grace if attack == "slow" else 0.0
+        peer = Peer(manifest, own, private, store, learner, status, log, options.listen or member.address, delay)
+        if attack is not None:
+            log("rehearsal", level="warning", attack=str(attack))
+            peer.outgoing = Mischief(attack, learner, peer.seal).frame
+        stop = None if options.metrics is None else status.numbers.serve(*options.metrics)
+        try:
+            await peer.run()
+        finally:
+            if stop is not None:
+                stop()
+        return _write_results(store, learner)
+    finally:
+        store.close()
+
+
+def _write_results(store: Store, learner: Learner) -> RunDirectory:
+    """What this member has learned and seen, as a run of one agent."""
+    path = store.path / "run"
+    if path.exists() and RunDirectory.open(path).complete:
+        return RunDirectory.open(path)
+    directory = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, learner.settings)
+    records = {record["iteration"]: record for record in store.read_progress()}
+    iterations = range(learner.num_iterations)
+    metrics = {
+        column.name: np.asarray([[records.get(t, {}).get(column.name, np.nan) for t in iterations]], np.float32)
+        for column in fields(Metrics)
+    }
+    held = {"last": learner.parameters[None, None], "uniform": learner.output[None, None]}
+    plan = learner.plan
+    run = Run(learner.settings, plan.trajectories, plan.large, metrics, held, plan.output_iteration, complete=True)
+    directory.write_results(run)
+    return directory
+
+
+def run_member(manifest: Manifest, name: str, options: Options, sink: Sink | None = None) -> RunDirectory:
+    return asyncio.run(take_part(manifest, name, options, sink))

@@ -1,0 +1,354 @@
+"""One member at work: the protocol's actions carried out on a network, a disk and an agent.
+
+Everything but the agent's computation happens in one event loop; the computation has a thread of its own, so that the
+loop goes on answering others.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from typing import Protocol as Interface
+from uuid import UUID
+
+import numpy as np
+
+from byzpg.live.identity import PrivateIdentity
+from byzpg.live.links import Events, Links
+from byzpg.live.manifest import Manifest
+from byzpg.live.protocol import (
+    NOTHING,
+    Action,
+    Adopt,
+    Alarm,
+    Begin,
+    Combine,
+    Count,
+    Evidence,
+    Finished,
+    Forget,
+    Message,
+    Protocol,
+    Send,
+    SendState,
+    SetTimer,
+    Timer,
+)
+from byzpg.live.protocol import (
+    Log as LogMessage,
+)
+from byzpg.live.status import Log, Status
+from byzpg.live.store import Checkpoint, Store
+from byzpg.live.wire import Codec, Rejected
+
+# An equivocator can contradict itself in every step: this many proofs are enough.
+EVIDENCE_PER_MEMBER = 20
+FLUSH_SECONDS = 3.0
+
+
+class Computation(Interface):
+    """What a member computes between messages."""
+
+    @property
+    def num_iterations(self) -> int: ...
+
+    @property
+    def rounds(self) -> int: ...
+
+    @property
+    def dimension(self) -> int: ...
+
+    @property
+    def state_dimension(self) -> int: ...
+
+    def warm_up(self) -> None: ...
+
+    def begin(self, iteration: int) -> np.ndarray: ...
+
+    def combine(self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray) -> np.ndarray | None: ...
+
+    def snapshot(self) -> np.ndarray: ...
+
+    def restore(self, iteration: int, snapshot: np.ndarray) -> None: ...
+
+    def adopt(self, iteration: int, states: Sequence[np.ndarray | None]) -> None: ...
+
+    def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
+        """Tell the status what the last step, or with phase None the last iteration, was like; words for the record."""
+        ...
+
+
+# What goes to a member in place of a message (a rehearsal's doing); None: nothing.
+Outgoing = Callable[[int, Message], bytes | None]
+
+
+class Peer:
+    """One member of a federation."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        own: int,
+        private: PrivateIdentity,
+        store: Store,
+        computation: Computation,
+        status: Status,
+        log: Log,
+        listen: str,
+        delay: float = 0.0,
+    ) -> None:
+        self.manifest, self.own, self.private, self.store, self.log = manifest, own, private, store, log
+        self.computation, self.status = computation, status
+        self.course = manifest.course(own, computation.num_iterations, computation.rounds)
+        self.codec = Codec(
+            self.course,
+            manifest.digest,
+            UUID(manifest.run).bytes,
+            computation.dimension,
+            computation.state_dimension,
+            [member.verifier() for member in manifest.members],
+        )
+        self.outgoing: Outgoing | None = None
+        self._checkpoint = store.read_checkpoint()
+        if self._checkpoint is not None:
+            computation.restore(self._checkpoint.iteration, self._checkpoint.snapshot)
+        self.protocol = Protocol(
+            self.course,
+            self.seal,
+            lambda step: self.codec.encode("ask", step, NOTHING, (), private.signing),
+            self.codec.verify,
+            0 if self._checkpoint is None else self._checkpoint.iteration,
+            self._checkpoint is not None,
+            self._own_messages(),
+        )
+        events = Events(self._received, self._linked, self._unlinked, self._refused, self._report)
+        self.links = Links(manifest, own, private, self.codec.largest, listen, events, delay)
+        self._jobs: asyncio.Queue[Callable[[], Callable[[], list[Action]]]] = asyncio.Queue()
+        self._over = asyncio.Event()
+        self._step_began = 0.0
+        self._state_message: Message | None = None
+
+    def _own_messages(self) -> dict[int, Message]:
+        """What was logged before a restart."""
+        return {step: self.codec.decode(frame, self.own) for step, frame in self.store.outbox().items()}
+
+    def seal(self, step: int, vector: np.ndarray, receipts: tuple) -> Message:
+        return self.codec.encode("vector", step, vector, receipts, self.private.signing)
+
+    async def run(self) -> None:
+        """Take part until the run is over."""
+        self.status.iteration = self.protocol.iteration
+        self.log("start", iteration=self.protocol.iteration, restarted=self._checkpoint is not None)
+        with ThreadPoolExecutor(1, "agent") as pool:
+            loop = asyncio.get_running_loop()
+            await self.links.open()
+            worker = asyncio.create_task(self._work(pool))
+            over = asyncio.create_task(self._over.wait())
+            try:
+                await loop.run_in_executor(pool, self.computation.warm_up)
+                self.log("ready")
+                self._do(self.protocol.start())
+                await asyncio.wait((worker, over), return_when=asyncio.FIRST_COMPLETED)
+                if worker.done():
+                    worker.result()
+                await self.links.flush(FLUSH_SECONDS)
+            finally:
+                for task in (worker, over):
+                    task.cancel()
+                await asyncio.gather(worker, over, return_exceptions=True)
+                await self.links.close()
+                self.log("end", state=self.status.state)
+
+    async def _work(self, pool: ThreadPoolExecutor) -> None:
+        """Compute, one thing after the other, and tell the protocol."""
+        loop = asyncio.get_running_loop()
+        while True:
+            job = await self._jobs.get()
+            self._do((await loop.run_in_executor(pool, job))())
+
+    # The protocol's actions
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    self._send(to, message)
+                case LogMessage(message):
+                    self.store.log(message.step, message.frame)
+                    self._step_began = asyncio.get_running_loop().time()
+                case SetTimer(timer, step):
+                    asyncio.get_running_loop().call_later(self._seconds(timer, step), self._fire, timer, step)
+                case Begin(iteration):
+                    self._jobs.put_nowait(lambda iteration=iteration: self._begin(iteration))
+                case Combine():
+                    self._step_ended(action)
+                    self._jobs.put_nowait(lambda action=action: self._combine(action))
+                case Adopt():
+                    self.log("rejoin", iteration=action.iteration, states=self._named(action.states))
+                    self._jobs.put_nowait(lambda action=action: self._adopt(action))
+                case SendState(to):
+                    self._send_state(to)
+                case Forget(step):
+                    self.store.forget(step)
+                case Alarm():
+                    self._alarm(action)
+                case Evidence():
+                    self._evidence(action)
+                case Count(sender, reason):
+                    self._count(sender, reason)
+                case Finished():
+                    self.status.state = "finished"
+                    self.log("finished", iteration=self.course.num_iterations)
+                    self._over.set()
+        self.status.step = self.protocol.step
+
+    def _send(self, to: int, message: Message) -> None:
+        frame = message.frame if self.outgoing is None else self.outgoing(to, message)
+        if frame is not None:
+            self.links.send(to, message, frame)
+
+    def _send_state(self, to: int) -> None:
+        assert self._checkpoint is not None
+        step = self.course.first_step(self._checkpoint.iteration)
+        if self._state_message is None or self._state_message.step != step:
+            self._state_message = self.codec.encode("state", step, self._checkpoint.snapshot, (), self.private.signing)
+        self.log.seldom("state sent", to, to=self._name(to), iteration=self._checkpoint.iteration)
+        self.links.send(to, self._state_message)
+
+    def _seconds(self, timer: Timer, step: int) -> float:
+        times = self.manifest.times
+        if timer == "retry":
+            return times.retry
+        return {0: times.start_grace, self.course.last: times.linger}.get(step, times.grace)
+
+    def _fire(self, timer: Timer, step: int) -> None:
+        if not self._over.is_set():
+            self._do(self.protocol.timer_fired(timer, step))
+            if step == self.protocol.step and timer == "retry":
+                self._look_behind()
+
+    def _look_behind(self) -> None:
+        if self.status.state == "running" and self.protocol.is_behind:
+            self.status.state = "behind"
+            self.log.seldom("behind", level="warning", iteration=self.protocol.iteration)
+
+    # Computing, in the agent's thread; what is returned runs in the loop again
+
+    def _begin(self, iteration: int) -> Callable[[], list[Action]]:
+        vector = self.computation.begin(iteration)
+        return lambda: self.protocol.computed(self.course.first_step(iteration), vector)
+
+    def _combine(self, action: Combine) -> Callable[[], list[Action]]:
+        step, iteration = action.step, self.course.iteration(action.step)
+        if step == 0:
+            return lambda checkpoint=self._saved(0): self._finished(step, checkpoint, {})
+        phase = self.course.phase(step)
+        received = np.zeros((self.course.num_members, self.computation.dimension), np.float32)
+        for sender, message in enumerate(action.messages):
+            if message is not None:
+                received[sender] = message.vector
+        present = np.asarray([message is not None for message in action.messages])
+        vector = self.computation.combine(iteration, phase, received, present)
+        self.computation.observe(self.status, iteration, phase)
+        if vector is not None:
+            return lambda: self.protocol.computed(step + 1, vector)
+        checkpoint = self._saved(iteration + 1)
+        record = self.computation.observe(self.status, iteration, None)
+        self.store.append_progress({"iteration": iteration, **record})
+        return lambda: self._finished(step, checkpoint, record)
+
+    def _saved(self, iteration: int) -> Checkpoint:
+        checkpoint = Checkpoint(iteration, self.computation.snapshot())
+        self.store.write_checkpoint(checkpoint)
+        return checkpoint
+
+    def _finished(self, step: int, checkpoint: Checkpoint, record: dict[str, Any]) -> list[Action]:
+        self._checkpoint = checkpoint
+        self.status.state, self.status.waiting_for = "running", []
+        self.status.bytes = self.links.bytes_sent, self.links.bytes_received
+        if step:
+            self.log("iteration", iteration=checkpoint.iteration, **record)
+        return self.protocol.finished(step)
+
+    def _adopt(self, action: Adopt) -> Callable[[], list[Action]]:
+        states = [None if message is None else message.vector for message in action.states]
+        self.computation.adopt(action.iteration, states)
+        checkpoint = self._saved(action.iteration)
+
+        def adopted() -> list[Action]:
+            self._checkpoint, self.status.iteration, self.status.state = checkpoint, action.iteration, "running"
+            return self.protocol.adopted(action.iteration)
+
+        return adopted
+
+    # What others did
+
+    def _received(self, sender: int, frame: bytes) -> bool:
+        try:
+            message = self.codec.decode(frame, sender)
+        except Rejected as rejected:
+            self._count(sender, rejected.reason)
+            return False
+        self._do(self.protocol.received(message))
+        return True
+
+    def _linked(self, other: int) -> None:
+        self.status.connected.add(other)
+        self.log("linked", to=self._name(other))
+        self._do(self.protocol.linked(other))
+
+    def _unlinked(self, other: int, words: str) -> None:
+        self.status.connected.discard(other)
+        self.log("unlinked", to=self._name(other), words=words)
+
+    def _refused(self, other: int | None, reason: str, words: str) -> None:
+        if reason != "unreachable":
+            self._count(other, reason)
+        self.log.seldom("refused", other, reason, level="warning", to=self._name(other), reason=reason, words=words)
+
+    def _count(self, sender: int | None, reason: str) -> None:
+        self.status.reject(sender, reason)
+        if reason not in ("duplicate", "late", "early"):  # what happens among honest members too
+            self.log.seldom("rejected", sender, reason, level="warning", sender=self._name(sender), reason=reason)
+
+    def _step_ended(self, action: Combine) -> None:
+        seconds = asyncio.get_running_loop().time() - self._step_began
+        self.status.step_ended([message is not None for message in action.messages], seconds)
+        missing = [k for k, message in enumerate(action.messages) if message is None]
+        if missing:
+            names = [self._name(k) for k in missing]
+            self.log.seldom("without", *missing, level="warning", step=action.step, missing=names)
+
+    def _alarm(self, alarm: Alarm) -> None:
+        names = [self._name(each) for each in sorted(alarm.missing)]
+        if alarm.step == 0:
+            self.status.state, self.status.waiting_for = "waiting" if names else "starting", names
+            self.log("waiting", step=0, missing=names)
+            return
+        self.status.state, self.status.waiting_for = "stalled" if names else "running", names
+        self.status.numbers.stalled.set(bool(names))
+        if names:
+            need = f"{self.course.quorum} of {self.course.num_members} messages are needed to go on"
+            self.log("stalled", level="error", step=alarm.step, missing=names, words=need)
+        else:
+            self.log("recovered", step=alarm.step)
+
+    def _evidence(self, evidence: Evidence) -> None:
+        sender = evidence.first.sender
+        self.status.equivocated(sender)
+        words: dict[str, Any] = {"sender": self._name(sender), "step": evidence.first.step}
+        if self.status.equivocations[sender] <= EVIDENCE_PER_MEMBER:
+            heads = self.codec.head(evidence.first), self.codec.head(evidence.second)
+            words["file"] = self.store.keep_evidence(self.manifest, evidence, heads).name
+        self.log.seldom("equivocation", sender, level="warning", **words)
+
+    def _report(self) -> bytes:
+        self.status.bytes = self.links.bytes_sent, self.links.bytes_received
+        return json.dumps(self.status.as_data()).encode()
+
+    def _name(self, index: int | None) -> str:
+        return "a stranger" if index is None else self.manifest.members[index].name
+
+    def _named(self, messages: Sequence[Message | None]) -> list[str]:
+        return [self._name(index) for index, message in enumerate(messages) if message is not None]

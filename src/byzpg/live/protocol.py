@@ -1,0 +1,379 @@
+"""Rounds without a leader, as a state machine: events in, actions out; no I/O, no clock, no randomness of its own.
+
+A run is a row of steps. Step 0 is the start barrier; then every iteration has 1 + κ steps, the exchange of gradients
+and κ rounds of agreement; the last step is a barrier too, where members wait for those behind. In every step each
+member publishes one message and gathers everyone's. A step ends when all K messages are in, or K − f (the member's own
+counts) and a grace period has passed; with fewer it never ends.
+
+Messages travel by pull as well as by push: a member that lacks one asks its sender, who has kept those of this and the
+last iteration. A member too far behind for that is sent states instead, and adopts what K − f members say.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Kind = Literal["vector", "ask", "state"]
+Timer = Literal["grace", "retry"]
+
+
+@dataclass(frozen=True)
+class Course:
+    """The row of steps, and who takes part."""
+
+    num_members: int  # K
+    num_faulty: int  # f, tolerated
+    own: int  # this member's index
+    rounds: int  # κ
+    num_iterations: int  # T
+
+    @property
+    def quorum(self) -> int:
+        return self.num_members - self.num_faulty
+
+    @property
+    def per_iteration(self) -> int:
+        return 1 + self.rounds
+
+    @property
+    def last(self) -> int:
+        """The step of the final barrier."""
+        return self.first_step(self.num_iterations)
+
+    def first_step(self, iteration: int) -> int:
+        return 1 + iteration * self.per_iteration
+
+    def iteration(self, step: int) -> int:
+        """Of a step; that of the start barrier is 0."""
+        return max(0, (step - 1) // self.per_iteration)
+
+    def phase(self, step: int) -> int:
+        """0: gradients, k: the k-th round of agreement. Not for barriers."""
+        return (step - 1) % self.per_iteration
+
+    def is_barrier(self, step: int) -> bool:
+        return step in (0, self.last)
+
+
+class Receipt(NamedTuple):
+    """What a signature is over, short of the message itself: enough to prove that two messages are in contradiction."""
+
+    sender: int
+    step: int
+    digest: bytes  # of the message's content
+    signature: bytes
+
+
+class Message(NamedTuple):
+    """A message whose sender and form have been checked."""
+
+    kind: Kind
+    sender: int
+    step: int  # of a state: the first step of its iteration; of an ask: the step whose message is wanted
+    vector: np.ndarray
+    receipts: tuple[Receipt, ...]  # of the sender's messages of the step before
+    digest: bytes
+    signature: bytes
+    frame: bytes = b""  # all of it, as it travels
+
+    @property
+    def receipt(self) -> Receipt:
+        return Receipt(self.sender, self.step, self.digest, self.signature)
+
+
+# Actions, to be carried out in the order given
+
+
+class Log(NamedTuple):
+    """Keep an own message where a crash does not reach it."""
+
+    message: Message
+
+
+class Forget(NamedTuple):
+    """Own messages before this step are no longer needed."""
+
+    step: int
+
+
+class Send(NamedTuple):
+    to: int
+    message: Message
+
+
+class SendState(NamedTuple):
+    """Send the state with which this member began its iteration, `Message` of kind "state"."""
+
+    to: int
+
+
+class SetTimer(NamedTuple):
+    """Call `timer_fired` with these, after the time that the timer stands for."""
+
+    timer: Timer
+    step: int
+
+
+class Begin(NamedTuple):
+    """Compute the first message of an iteration, then call `computed`."""
+
+    iteration: int
+
+
+class Combine(NamedTuple):
+    """The step has ended with these messages [K], None where one is missing.
+
+    Compute the next message of the iteration, or, after its last step, finish it; then call `computed` or `finished`.
+    """
+
+    step: int
+    messages: tuple[Message | None, ...]
+
+
+class Adopt(NamedTuple):
+    """Combine these states [K] into the own one at the beginning of an iteration, then call `adopted`."""
+
+    iteration: int
+    states: tuple[Message | None, ...]
+
+
+class Alarm(NamedTuple):
+    """Too few messages to go on, for longer than a retry; an empty set: the alarm is over."""
+
+    step: int
+    missing: frozenset[int]
+
+
+class Evidence(NamedTuple):
+    """Two different messages, signed by one member for one step."""
+
+    first: Receipt
+    second: Receipt
+
+
+class Count(NamedTuple):
+    """A message that did not count, and why."""
+
+    sender: int
+    reason: str
+
+
+class Finished(NamedTuple):
+    """The run is over for this member."""
+
+
+Action = Log | Forget | Send | SendState | SetTimer | Begin | Combine | Adopt | Alarm | Evidence | Count | Finished
+
+# Makes the signed message of a step; must give the same for the same input.
+Seal = Callable[[int, np.ndarray, tuple[Receipt, ...]], Message]
+Verify = Callable[[Receipt], bool]
+
+NOTHING = np.zeros(0, np.float32)
+# Retries without a quorum after which a member says so loudly.
+ALARM_AFTER = 10
+
+
+@dataclass
+class Protocol:
+    """One member's view of the run."""
+
+    course: Course
+    seal: Seal
+    seal_ask: Callable[[int], Message]
+    verify: Verify
+    iteration: int = 0  # to begin or go on with
+    started: bool = False  # whether the start barrier has been passed, before a restart
+    sent: dict[int, Message] = field(default_factory=dict)  # own messages, by step; never contradicted
+
+    step: int = field(default=0, init=False)
+    _inbox: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # of this step and the next
+    _seen: dict[int, dict[int, Receipt]] = field(default_factory=dict, init=False)  # by step and sender
+    _positions: list[int] = field(default_factory=list, init=False)  # the latest step each member was heard in
+    _states: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # by sender and step
+    _behind: set[int] = field(default_factory=set, init=False)
+    _adopting: bool = field(default=False, init=False)
+    _gracing: bool = field(default=False, init=False)  # the grace period of this step has begun
+    _waited: int = field(default=0, init=False)  # how many retries this step has been short of a quorum
+    _over: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._positions = [-1] * self.course.num_members
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more members than can lie were heard in a later iteration."""
+        ahead = [position for position in self._positions if self.course.iteration(position) > self.iteration]
+        return len(ahead) > self.course.num_faulty
+
+    # Events
+
+    def start(self) -> list[Action]:
+        """Begin, or go on after a restart."""
+        if self.iteration == 0 and not self.started:
+            return self._enter(0) + self.computed(0, NOTHING)
+        return self._begin(self.iteration)
+
+    def computed(self, step: int, vector: np.ndarray) -> list[Action]:
+        """The own vector of a step is there."""
+        if step != self.step or self._adopting or self.course.own in self._inbox.get(step, {}):
+            return []  # overtaken by an adopted state
+        message, actions = self.sent.get(step), []
+        if message is None:
+            before = self._seen.get(step - 1, {})
+            receipts = tuple(before[sender] for sender in sorted(before) if sender != self.course.own)
+            message = self.sent[step] = self.seal(step, vector, receipts)
+            actions.append(Log(message))
+        self._inbox.setdefault(step, {})[self.course.own] = message
+        actions += [Send(other, message) for other in self._others()]
+        return actions + self._progress()
+
+    def finished(self, step: int) -> list[Action]:
+        """The iteration that ends with a step is done, and its result is safe on the disk."""
+        if step + 1 != self.step or self._adopting:
+            return []
+        return self._begin(self.course.iteration(step) + 1 if step else 0)
+
+    def adopted(self, iteration: int) -> list[Action]:
+        """The state at the beginning of an iteration has been taken over from others, and is safe on the disk."""
+        self._adopting = False
+        self._states.clear()
+        return self._begin(iteration)
+
+    def linked(self, other: int) -> list[Action]:
+        """There is a new connection; what was sent over the old one may be lost."""
+        message = self.sent.get(self.step)
+        return [] if message is None else [Send(other, message)]
+
+    def timer_fired(self, timer: Timer, step: int) -> list[Action]:
+        if step != self.step or self._over:
+            return []
+        inbox = self._inbox.get(step, {})
+        if timer == "grace":
+            return self._end_step() if self._ready(inbox) and not self._adopting else []
+        actions: list[Action] = [SetTimer("retry", step)]
+        if self._adopting:
+            return actions
+        missing = [other for other in self._others() if other not in inbox]
+        actions += [Send(other, self.seal_ask(step)) for other in missing]
+        if self.course.own in inbox and len(inbox) < self.course.quorum:
+            self._waited += 1
+            if self._waited == ALARM_AFTER:
+                actions.append(Alarm(step, frozenset(missing)))
+        return actions
+
+    def received(self, message: Message) -> list[Action]:
+        """A message whose sender, form and signature have been checked."""
+        sender, step = message.sender, message.step
+        if message.kind == "ask":
+            return self._asked(sender, step)
+        self._positions[sender] = max(self._positions[sender], step)
+        if message.kind == "state":
+            return self._offered(message)
+        actions = self._witness(message.receipt, trusted=True)
+        for receipt in message.receipts:
+            if receipt.sender not in (sender, self.course.own) and receipt.step == step - 1:
+                actions += self._witness(receipt, trusted=False)
+        inbox = self._inbox.setdefault(step, {}) if step in (self.step, self.step + 1) else {}
+        if sender in inbox:
+            actions.append(Count(sender, "duplicate"))
+        elif step not in (self.step, self.step + 1):
+            actions.append(Count(sender, "late" if step < self.step else "early"))
+        else:
+            inbox[sender] = message
+            actions += self._progress()
+        return actions
+
+    # What follows from them
+
+    def _others(self) -> Iterable[int]:
+        return (each for each in range(self.course.num_members) if each != self.course.own)
+
+    def _ready(self, inbox: dict[int, Message]) -> bool:
+        return self.course.own in inbox and len(inbox) >= self.course.quorum
+
+    def _progress(self) -> list[Action]:
+        inbox = self._inbox.get(self.step, {})
+        if self._over or self._adopting or not self._ready(inbox):
+            return []
+        actions: list[Action] = []
+        if self._waited >= ALARM_AFTER:
+            actions.append(Alarm(self.step, frozenset()))
+        self._waited = 0
+        if len(inbox) == self.course.num_members:
+            return actions + self._end_step()
+        if not self._gracing:
+            self._gracing = True
+            actions.append(SetTimer("grace", self.step))
+        return actions
+
+    def _end_step(self) -> list[Action]:
+        step, inbox = self.step, self._inbox.get(self.step, {})
+        if step == self.course.last:
+            self._over = True
+            return [Finished()]
+        messages = tuple(inbox.get(each) for each in range(self.course.num_members))
+        return [*self._enter(step + 1), Combine(step, messages)]
+
+    def _enter(self, step: int) -> list[Action]:
+        """Gather the messages of a step from now on."""
+        self.step, self._gracing, self._waited = step, False, 0
+        self._inbox = {each: inbox for each, inbox in self._inbox.items() if each in (step, step + 1)}
+        self._seen = {each: seen for each, seen in self._seen.items() if each >= step - 2}
+        inbox = self._inbox.get(step, {})
+        # Those ahead have sent theirs already, and it was too early to be kept.
+        ahead = [j for j in self._others() if self._positions[j] > step and j not in inbox]
+        return [*(Send(j, self.seal_ask(step)) for j in ahead), SetTimer("retry", step)]
+
+    def _begin(self, iteration: int) -> list[Action]:
+        """Begin an iteration; its state is safe on the disk."""
+        self.iteration = iteration
+        first = self.course.first_step(iteration)
+        kept = self.course.first_step(iteration - 1) if iteration else 0
+        self.sent = {step: message for step, message in self.sent.items() if step >= kept or not step}
+        actions: list[Action] = [Forget(kept)]
+        if self.step != first:
+            actions += self._enter(first)
+        actions += [SendState(other) for other in sorted(self._behind)]
+        self._behind.clear()
+        if iteration == self.course.num_iterations:
+            return actions + self.computed(first, NOTHING)
+        return [*actions, Begin(iteration)]
+
+    def _asked(self, sender: int, step: int) -> list[Action]:
+        if step in self.sent:
+            return [Send(sender, self.sent[step])]
+        if 0 < self.course.first_step(self.iteration - 1) > step and not self._adopting:
+            self._behind.add(sender)  # and again where the next iteration begins, together with everybody else
+            return [SendState(sender)]
+        return []
+
+    def _offered(self, message: Message) -> list[Action]:
+        """Someone's state: worth something if others have one of the same iteration, which is ahead."""
+        if message.step <= self.step or self._adopting or self._over:
+            return []
+        states = self._states.setdefault(message.sender, {})
+        states[message.step] = message
+        for old in sorted(states)[:-2]:
+            del states[old]
+        theirs = tuple(self._states.get(j, {}).get(message.step) for j in range(self.course.num_members))
+        if sum(state is not None for state in theirs) < self.course.quorum:
+            return []
+        self._adopting = True
+        return [Adopt(self.course.iteration(message.step), theirs)]
+
+    def _witness(self, receipt: Receipt, trusted: bool) -> list[Action]:
+        """Hold a signed receipt against what its signer was seen to sign."""
+        if not self.step - 2 <= receipt.step <= self.step + 1:
+            return []
+        seen = self._seen.setdefault(receipt.step, {})
+        known = seen.get(receipt.sender)
+        if known is not None and known.digest == receipt.digest:
+            return []
+        if not trusted and not self.verify(receipt):
+            return []
+        if known is not None:
+            return [Evidence(known, receipt)]
+        seen[receipt.sender] = receipt
+        return []

@@ -1,0 +1,186 @@
+"""What a member says of itself: numbers for Prometheus, a summary for `byzpg watch` and the monitor, lines for logs."""
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import prometheus_client
+
+State = Literal["starting", "running", "waiting", "stalled", "behind", "finished"]
+# Points of a learning curve, and steps whose times are remembered.
+CURVE_POINTS, RECENT_STEPS = 400, 200
+
+Sink = Callable[[dict[str, Any]], None]
+
+
+class Log:
+    """Events as one JSON object a line, to a file and to whoever listens."""
+
+    # The same event of the same member is repeated no more often than this.
+    PAUSE = 10.0
+
+    def __init__(self, path: Path, name: str, sink: Sink | None) -> None:
+        self._path, self._name, self._sink = path, name, sink
+        self._last: dict[tuple[Any, ...], float] = {}
+
+    def __call__(self, event: str, level: str = "info", **fields: Any) -> None:
+        line = {"time": round(time.time(), 3), "level": level, "member": self._name, "event": event, **fields}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        if self._sink is not None:
+            self._sink(line)
+
+    def seldom(self, event: str, *about: Any, level: str = "info", **fields: Any) -> None:
+        now = time.monotonic()
+        if now - self._last.get((event, *about), -self.PAUSE) >= self.PAUSE:
+            self._last[event, *about] = now
+            self(event, level, **fields)
+
+
+class Numbers:
+    """Prometheus metrics of one member."""
+
+    def __init__(self) -> None:
+        self.registry = prometheus_client.CollectorRegistry()
+
+        def make(kind: Any, name: str, words: str, labels: tuple[str, ...] = (), **options: Any) -> Any:
+            return kind(f"byzpg_{name}", words, labels, registry=self.registry, **options)
+
+        gauge, counter = prometheus_client.Gauge, prometheus_client.Counter
+        self.iteration = make(gauge, "iteration", "Iterations done.")
+        self.mean_return = make(gauge, "return", "Mean undiscounted return of this member's last episodes.")
+        self.round_seconds = make(
+            prometheus_client.Histogram,
+            "round_seconds",
+            "Seconds a step took, from the member's own message to the last one it waited for.",
+            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+        )
+        self.rejected = make(counter, "messages_rejected", "Messages that did not count.", ("peer", "reason"))
+        self.missing = make(gauge, "peers_missing", "Members without a message in the last step.")
+        self.absences = make(counter, "absences", "Steps that ended without a member's message.", ("peer",))
+        self.diameter = make(gauge, "diameter", "Diameter of what was received last, liars included.", ("phase",))
+        self.weight = make(gauge, "weight", "Weight that a member's last gradient got.", ("peer",))
+        self.equivocations = make(counter, "equivocations", "Contradictions that a member signed.", ("peer",))
+        self.stalled = make(gauge, "stalled", "1 while there are too few messages to go on.")
+        self.sent = make(gauge, "bytes_sent", "Bytes of messages sent, without TLS and HTTP/2.")
+        self.received = make(gauge, "bytes_received", "Bytes of messages received, without TLS and HTTP/2.")
+
+    def serve(self, address: str, port: int) -> Callable[[], None]:
+        """Answer scrapes; call the result to stop."""
+        try:
+            server, thread = prometheus_client.start_http_server(port, address, self.registry)
+        except OSError as error:
+            raise ValueError(f"cannot serve metrics on {address}:{port}: {error}.") from None
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop
+
+
+@dataclass
+class Status:
+    """What a member knows of the run, for people to look at."""
+
+    names: tuple[str, ...]
+    own: int
+    num_iterations: int
+    attack: str | None
+    reward_threshold: float | None
+    task: str
+    numbers: Numbers = field(default_factory=Numbers)
+    state: State = "starting"
+    iteration: int = 0
+    step: int = 0
+    present: list[bool] = field(default_factory=list)
+    waiting_for: list[str] = field(default_factory=list)
+    connected: set[int] = field(default_factory=set)
+    weights: np.ndarray | None = None  # [K], mean of the gradients' so far, decaying
+    diameters: dict[str, float] = field(default_factory=dict)
+    rejected: Counter[tuple[int, str]] = field(default_factory=Counter)
+    absences: Counter[int] = field(default_factory=Counter)
+    equivocations: Counter[int] = field(default_factory=Counter)
+    curve: list[tuple[int, float]] = field(default_factory=list)  # trajectories, return
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    started: float = field(default_factory=time.time)
+    bytes: tuple[int, int] = (0, 0)  # sent, received
+
+    def reject(self, sender: int | None, reason: str) -> None:
+        peer = "stranger" if sender is None else self.names[sender]
+        self.rejected[-1 if sender is None else sender, reason] += 1
+        self.numbers.rejected.labels(peer, reason).inc()
+
+    def equivocated(self, sender: int) -> None:
+        self.equivocations[sender] += 1
+        self.numbers.equivocations.labels(self.names[sender]).inc()
+
+    def step_ended(self, present: list[bool], seconds: float) -> None:
+        self.present = present
+        self.step_seconds.append(seconds)
+        self.numbers.round_seconds.observe(seconds)
+        self.numbers.missing.set(present.count(False))
+        for index, there in enumerate(present):
+            if not there:
+                self.absences[index] += 1
+                self.numbers.absences.labels(self.names[index]).inc()
+
+    def combined(self, phase: int, diameter: float, weights: np.ndarray | None) -> None:
+        name = "gradients" if phase == 0 else "parameters"
+        self.diameters[name] = diameter
+        self.numbers.diameter.labels(name).set(diameter)
+        if phase == 0 and weights is not None:
+            self.weights = weights if self.weights is None else 0.9 * self.weights + 0.1 * weights
+            for name, weight in zip(self.names, weights, strict=True):
+                self.numbers.weight.labels(name).set(float(weight))
+
+    def iteration_ended(self, iteration: int, trajectories: int, mean_return: float) -> None:
+        self.iteration = iteration
+        self.numbers.iteration.set(iteration)
+        self.numbers.mean_return.set(mean_return)
+        self.numbers.sent.set(self.bytes[0])
+        self.numbers.received.set(self.bytes[1])
+        self.curve.append((trajectories, mean_return))
+        if len(self.curve) > 2 * CURVE_POINTS:
+            pairs = zip(self.curve[::2], self.curve[1::2], strict=False)
+            self.curve = [(b[0], (a[1] + b[1]) / 2) for a, b in pairs]
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data; what is said of others is what this member saw of them."""
+        recent = sorted(self.step_seconds)
+        return {
+            "name": self.names[self.own],
+            "task": self.task,
+            "state": self.state,
+            "rehearsal": self.attack,
+            "iteration": self.iteration,
+            "num_iterations": self.num_iterations,
+            "step": self.step,
+            "waiting_for": self.waiting_for,
+            "uptime": round(time.time() - self.started, 1),
+            "curve": [[at, round(value, 3)] for at, value in self.curve[-2 * CURVE_POINTS :]],
+            "reward_threshold": self.reward_threshold,
+            "diameters": self.diameters,
+            "step_seconds": [round(value, 5) for value in self.step_seconds],
+            "median_step_seconds": recent[len(recent) // 2] if recent else None,
+            "bytes_sent": self.bytes[0],
+            "bytes_received": self.bytes[1],
+            "others": {
+                name: {
+                    "connected": index in self.connected or index == self.own,
+                    "present": self.present[index] if self.present else None,
+                    "absences": self.absences[index],
+                    "weight": None if self.weights is None else round(float(self.weights[index]), 4),
+                    "equivocations": self.equivocations[index],
+                    "rejected": {why: n for (who, why), n in sorted(self.rejected.items()) if who == index},
+                }
+                for index, name in enumerate(self.names)
+            },
+            "strangers": {why: n for (who, why), n in sorted(self.rejected.items()) if who == -1},
+        }

@@ -1,0 +1,139 @@
+"""What a member keeps on its disk, so that a crash costs it nothing but time.
+
+  owner.json        whose directory this is: member and manifest
+  random.key        the key of the member's own random numbers; its eyes alone
+  checkpoint.npz    the state at the beginning of an iteration
+  outbox/STEP.msg   every message of this iteration and the last, written before it is sent
+  evidence/*.json   contradictions that others have signed
+  progress.jsonl    a line per iteration
+Every file but the last is written whole or not at all; of the last, a line that was cut off is dropped.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from byzpg.files import write_atomically
+from byzpg.live.identity import Member
+from byzpg.live.manifest import Manifest
+from byzpg.live.protocol import Evidence
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The state at the beginning of an iteration; there is one from the moment the start barrier is passed."""
+
+    iteration: int
+    snapshot: np.ndarray
+
+
+class Store:
+    """One member's directory."""
+
+    def __init__(self, path: Path, manifest: Manifest, member: Member) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        owner = {"member": member.name, "manifest": manifest.digest.hex(), "run": manifest.run}
+        existing = path / "owner.json"
+        if existing.is_file():
+            found = json.loads(existing.read_text())
+            if found != owner:
+                raise ValueError(
+                    f"{path} belongs to member {found.get('member')} of run {found.get('run')} with another manifest: "
+                    "choose another --directory."
+                )
+        elif any(each.name != "lock" for each in path.iterdir()):
+            raise ValueError(f"{path} is not an empty directory, nor one of a member: choose another --directory.")
+        # A second process of one member would contradict the first.
+        self._lock = (path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{path} is in use: member {member.name} is running already.") from None
+        text = json.dumps(owner, indent=2) + "\n"
+        write_atomically(existing, lambda file: file.write(text.encode()))
+        (path / "outbox").mkdir(exist_ok=True)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def random_key(self) -> np.ndarray:
+        """The key of the member's own random numbers [2], drawn once."""
+        path = self.path / "random.key"
+        if not path.is_file():
+            temporary = path.with_suffix(".new")
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(secrets.token_hex(8))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        return np.frombuffer(bytes.fromhex(path.read_text()), "<u4")
+
+    def read_checkpoint(self) -> Checkpoint | None:
+        path = self.path / "checkpoint.npz"
+        if not path.is_file():
+            return None
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return Checkpoint(int(arrays["iteration"]), arrays["snapshot"])
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+
+    def write_checkpoint(self, checkpoint: Checkpoint) -> None:
+        arrays: dict[str, Any] = {"iteration": checkpoint.iteration, "snapshot": checkpoint.snapshot}
+        write_atomically(self.path / "checkpoint.npz", lambda file: np.savez(file, allow_pickle=False, **arrays))
+
+    def outbox(self) -> dict[int, bytes]:
+        """The frames of own messages, by step."""
+        return {int(path.stem): path.read_bytes() for path in (self.path / "outbox").glob("*.msg")}
+
+    def log(self, step: int, frame: bytes) -> None:
+        write_atomically(self.path / "outbox" / f"{step}.msg", lambda file: file.write(frame))
+
+    def forget(self, before: int) -> None:
+        """Own messages before a step are no longer needed; that of the start barrier always is."""
+        for path in (self.path / "outbox").glob("*.msg"):
+            if 0 < int(path.stem) < before:
+                path.unlink()
+
+    def keep_evidence(self, manifest: Manifest, evidence: Evidence, heads: tuple[bytes, bytes]) -> Path:
+        """Two heads that one member signed for one step."""
+        first, second = evidence
+        member = manifest.members[first.sender]
+        digests = "-".join(sorted((first.digest.hex()[:8], second.digest.hex()[:8])))
+        path = self.path / "evidence" / f"{first.step}-{member.name}-{digests}.json"
+        values = {
+            "what": "two different messages, signed by one member for one step",
+            "member": member.name,
+            "step": first.step,
+            "manifest": manifest.digest.hex(),
+            "messages": [
+                {"head": head.hex(), "signature": receipt.signature.hex()}
+                for head, receipt in zip(heads, (first, second), strict=True)
+            ],
+        }
+        text = json.dumps(values, indent=2) + "\n"
+        write_atomically(path, lambda file: file.write(text.encode()))
+        return path
+
+    def append_progress(self, values: dict[str, Any]) -> None:
+        with (self.path / "progress.jsonl").open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def read_progress(self) -> list[dict[str, Any]]:
+        """A dictionary per iteration, the last one written where an iteration was done twice."""
+        path = self.path / "progress.jsonl"
+        found: dict[int, dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path.is_file() else []:
+            try:
+                values = json.loads(line)
+                found[values["iteration"]] = values
+            except (ValueError, KeyError, TypeError):
+                continue
+        return [found[iteration] for iteration in sorted(found)]

@@ -1,0 +1,191 @@
+"""Messages as bytes: a fixed head, a signature over it, receipts, and raw little-endian float32.
+
+    head       magic, version, kind, sender, iteration, phase, dimension, manifest hash, run id, content digest
+    signature  Ed25519 over TAG and the head; the digest in it is SHA-256 of all that follows, so it is over everything
+    receipts   of the step before: sender, digest, signature each
+    vector     dimension × float32
+
+The head is all that a signature needs: two heads prove a contradiction without the vectors. Decoding never raises
+anything but `Rejected`, and looks at nothing larger than the manifest says a message can be.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import get_args
+from uuid import UUID
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from byzpg.live.manifest import Manifest
+from byzpg.live.protocol import Course, Kind, Message, Receipt
+
+MAGIC, VERSION, TAG = b"BZPG", 1, b"byzpg message 1\n"
+HEAD = struct.Struct("<4sBBHIHHI32s16s32s")
+RECEIPT = struct.Struct("<H32s64s")
+SIGNATURE_BYTES = 64
+FIXED_BYTES = HEAD.size + SIGNATURE_BYTES
+KINDS: tuple[Kind, ...] = get_args(Kind)
+BARRIER = 0xFFFF  # the phase of a barrier
+
+
+class Rejected(ValueError):
+    """Bytes that are no message, or none from this sender in this run. The reason is one word, for counting."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The messages of one run, as bytes."""
+
+    course: Course
+    manifest: bytes  # digest, 32 bytes
+    run: bytes  # 16 bytes
+    dimension: int  # d
+    state_dimension: int
+    keys: Sequence[ed25519.Ed25519PublicKey]
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest message there can be."""
+        return FIXED_BYTES + self.course.num_members * RECEIPT.size + 4 * max(self.dimension, self.state_dimension)
+
+    def encode(
+        self,
+        kind: Kind,
+        step: int,
+        vector: np.ndarray,
+        receipts: Sequence[Receipt],
+        signing: ed25519.Ed25519PrivateKey,
+    ) -> Message:
+        """The signed message of this member."""
+        content = b"".join(RECEIPT.pack(each.sender, each.digest, each.signature) for each in receipts)
+        content += np.ascontiguousarray(vector, "<f4").tobytes()
+        digest = sha256(content).digest()
+        head = self._head(kind, self.course.own, step, len(vector), digest)
+        signature = signing.sign(TAG + head)
+        frame = b"".join((head, signature, content))
+        return Message(kind, self.course.own, step, vector, tuple(receipts), digest, signature, frame)
+
+    def decode(self, frame: bytes, sender: int) -> Message:
+        """The message in `frame`, which came over the connection of member `sender`."""
+        if len(frame) < FIXED_BYTES or len(frame) > self.largest:
+            raise Rejected("size")
+        fields = HEAD.unpack_from(frame)
+        magic, version, kind_number, claimed, iteration, phase, reserved, dimension, manifest, run, digest = fields
+        if magic != MAGIC or reserved or kind_number >= len(KINDS):
+            raise Rejected("malformed")
+        for wrong, reason in (
+            (version != VERSION, "version"),
+            (manifest != self.manifest, "manifest"),
+            (run != self.run, "run"),
+            (claimed != sender or not 0 <= sender < len(self.keys), "sender"),
+        ):
+            if wrong:
+                raise Rejected(reason)
+        kind = KINDS[kind_number]
+        step = self._step(kind, iteration, phase)
+        if dimension != self._dimension(kind, step):
+            raise Rejected("dimension")
+        receipts_end = len(frame) - 4 * dimension
+        num_receipts, rest = divmod(receipts_end - FIXED_BYTES, RECEIPT.size)
+        if rest or not 0 <= num_receipts < self.course.num_members or (kind != "vector" and num_receipts):
+            raise Rejected("size")
+        view = memoryview(frame)
+        if sha256(view[FIXED_BYTES:]).digest() != digest:
+            raise Rejected("digest")
+        signature = bytes(view[HEAD.size : FIXED_BYTES])
+        if not self._verified(sender, bytes(view[: HEAD.size]), signature):
+            raise Rejected("signature")
+        receipts = tuple(
+            Receipt(signer, step - 1, content, signed)
+            for signer, content, signed in RECEIPT.iter_unpack(view[FIXED_BYTES:receipts_end])
+        )
+        if any(receipt.sender >= self.course.num_members for receipt in receipts):
+            raise Rejected("malformed")
+        vector = np.frombuffer(frame, "<f4", dimension, receipts_end)
+        if not np.all(np.isfinite(vector)):
+            raise Rejected("non-finite")
+        return Message(kind, sender, step, vector, receipts, digest, signature, frame)
+
+    def verify(self, receipt: Receipt) -> bool:
+        """Whether the member that a receipt names has signed it, for a vector of this run."""
+        if not 0 <= receipt.step <= self.course.last or not 0 <= receipt.sender < len(self.keys):
+            return False
+        return self._verified(receipt.sender, self.head(receipt), receipt.signature)
+
+    def head(self, receipt: Receipt) -> bytes:
+        """The head that a receipt of a vector stands for."""
+        dimension = self._dimension("vector", receipt.step)
+        return self._head("vector", receipt.sender, receipt.step, dimension, receipt.digest)
+
+    def _verified(self, sender: int, head: bytes, signature: bytes) -> bool:
+        try:
+            self.keys[sender].verify(signature, TAG + head)
+        except InvalidSignature:
+            return False
+        return True
+
+    def _head(self, kind: Kind, sender: int, step: int, dimension: int, digest: bytes) -> bytes:
+        course = self.course
+        phase = BARRIER if course.is_barrier(step) else course.phase(step)
+        return HEAD.pack(
+            MAGIC,
+            VERSION,
+            KINDS.index(kind),
+            sender,
+            course.iteration(step),
+            phase,
+            0,
+            dimension,
+            self.manifest,
+            self.run,
+            digest,
+        )
+
+    def _step(self, kind: Kind, iteration: int, phase: int) -> int:
+        course = self.course
+        if phase == BARRIER and iteration in (0, course.num_iterations):
+            return course.last if iteration else 0
+        if iteration >= course.num_iterations or phase > course.rounds or (kind == "state" and phase):
+            raise Rejected("round")
+        return course.first_step(iteration) + phase
+
+    def _dimension(self, kind: Kind, step: int) -> int:
+        if kind == "state":
+            return self.state_dimension
+        return 0 if kind == "ask" or self.course.is_barrier(step) else self.dimension
+
+
+def verify_evidence(manifest: Manifest, evidence: object) -> str:
+    """Who contradicted itself and where, in words; an error where that is not proven."""
+    try:
+        (first, one), (second, other) = (
+            (bytes.fromhex(each["head"]), bytes.fromhex(each["signature"]))
+            for each in evidence["messages"]  # pyright: ignore[reportIndexIssue]
+        )
+        fields, against = HEAD.unpack(first), HEAD.unpack(second)
+    except (KeyError, TypeError, ValueError, struct.error):
+        raise ValueError("this is no evidence: it must hold two messages, a head and a signature each.") from None
+    magic, version, kind, sender, iteration, phase, *_, digest, run, _ = fields
+    if fields[:-1] != against[:-1] or fields[-1] == against[-1]:
+        raise ValueError("the two messages do not contradict each other: they must differ in their content alone.")
+    if (magic, version, kind) != (MAGIC, VERSION, KINDS.index("vector")):
+        raise ValueError("the two messages are none whose contradiction is forbidden.")
+    if digest != manifest.digest or run != UUID(manifest.run).bytes or sender >= len(manifest.members):
+        raise ValueError("the two messages are not of this manifest and run.")
+    member = manifest.members[sender]
+    for head, signature in ((first, one), (second, other)):
+        try:
+            member.verifier().verify(signature, TAG + head)
+        except InvalidSignature:
+            raise ValueError(f"{member.name} has not signed both messages: the evidence is forged.") from None
+    where = "gradients" if phase == 0 else "a barrier" if phase == BARRIER else f"agreement round {phase}"
+    return f"{member.name} signed two different messages for iteration {iteration}, {where}"
