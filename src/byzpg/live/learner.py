@@ -206,7 +206,7 @@ def _estimate(agent: Agent, large: bool, state: AgentState, episodes: Episodes) 
     # Done twice side by side: the products of a lone agent would be rounded otherwise than those of a simulated one,
     # one action in a million would differ, and from there on everything.
     both = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]) if leaf.ndim else leaf, (state, episodes))
-    return agent.estimate(*both, large)
+    return agent.estimate(both[0], both[1], large)
 
 
 @partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)

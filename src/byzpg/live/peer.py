@@ -242,7 +242,8 @@ class Peer:
     def _combine(self, action: Combine) -> Callable[[], list[Action]]:
         step, iteration = action.step, self.course.iteration(action.step)
         if step == 0:
-            return lambda checkpoint=self._saved(0): self._finished(step, checkpoint, {})
+            first = self._saved(0)
+            return lambda: self._finished(step, first, {})
         phase = self.course.phase(step)
         received = np.zeros((self.course.num_members, self.computation.dimension), np.float32)
         for sender, message in enumerate(action.messages):
