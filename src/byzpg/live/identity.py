@@ -4,6 +4,7 @@ A member has two keys: an Ed25519 key signs its messages, an ECDSA key and its c
 There is no certificate authority: others pin the very certificate.
 """
 
+import json
 import os
 import re
 import tomllib
@@ -14,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import NameOID
@@ -22,7 +23,7 @@ from cryptography.x509.oid import NameOID
 from byzpg.files import write_atomically
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
-ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):(?P<port>\d{1,5})")
+ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
 CARD_TAG = b"byzpg card 1\n"
 # A certificate is pinned, so its end would only stop a fleet: it is taken out of service by a new manifest.
 LIFETIME = timedelta(days=36500)
@@ -41,10 +42,17 @@ class Member:
         check_name(self.name)
         check_address(self.address)
         try:
-            x509.load_pem_x509_certificate(self.certificate.encode())
-            self.verifier()
-        except ValueError as error:
+            certificate = x509.load_pem_x509_certificate(self.certificate.encode())
+            public_key = self.verifier().public_bytes_raw().hex()
+        except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
             raise ValueError(f"member {self.name}: its certificate or public key is broken: {error}") from None
+        # One way to write each, or one key could pass for two, and a second certificate be trusted unseen.
+        pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
+        if (pem, public_key) != (self.certificate, self.public_key):
+            raise ValueError(
+                f"member {self.name}: its certificate must be one PEM block and nothing around it, and its public key "
+                "64 digits of 0-9 and a-f."
+            )
 
     @property
     def fingerprint(self) -> str:
@@ -70,6 +78,8 @@ class Member:
         for field in fields:
             if not isinstance(values.get(field), str):
                 raise ValueError(f"{source}: a member needs {field}, a text.")
+        for field in sorted(values.keys() - set(fields)):
+            raise ValueError(f"{source}: a member has no {field!r}.")
         name, address, expected, public_key, certificate = (str(values[field]) for field in fields)
         member = cls(name, address, certificate, public_key)
         if member.fingerprint != expected:
@@ -162,11 +172,12 @@ def read_card(path: Path) -> Member:
     """A member from its card, which it must have signed itself."""
     try:
         values = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"card {path} cannot be read: {error}") from None
+    signature = values.pop("signature", "")
     member = Member.of(values, f"card {path}")
     try:
-        member.verifier().verify(bytes.fromhex(str(values.get("signature", ""))), _card_content(member))
+        member.verifier().verify(bytes.fromhex(str(signature)), _card_content(member))
     except (InvalidSignature, ValueError):
         raise ValueError(f"card {path} is not signed by {member.name}'s own key: ask for the card again.") from None
     return member
@@ -182,11 +193,16 @@ def read_key(path: Path, member: Member) -> PrivateIdentity:
         raise ValueError(f"the private key of {member.name} cannot be read: {error}. See byzpg keygen.") from None
     if len(blocks) != 2:
         raise ValueError(f"{path} is no private key of byzpg: it must hold two keys, got {len(blocks)}.")
-    signing = serialization.load_pem_private_key(blocks[0], None)
+    try:
+        signing, tls = (serialization.load_pem_private_key(block, None) for block in blocks)
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # a TypeError: it wants a password
+        raise ValueError(f"{path} is no private key of byzpg: its keys are broken or encrypted.") from None
     if not isinstance(signing, ed25519.Ed25519PrivateKey):
         raise ValueError(f"{path} is no private key of byzpg: its first key must be Ed25519.")
     if signing.public_key().public_bytes_raw().hex() != member.public_key:
         raise ValueError(f"{path} is not the key of {member.name}: its public key is not the one in the manifest.")
+    if tls.public_key() != x509.load_pem_x509_certificate(member.certificate.encode()).public_key():
+        raise ValueError(f"{path} is not the key of {member.name}: its second key does not fit the certificate.")
     return PrivateIdentity(signing, blocks[1])
 
 
@@ -204,10 +220,9 @@ def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        if "\n" in value:
-            return f'"""\n{value}"""'
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        # JSON's escapes are TOML's, which wants one more.
+        lines = [json.dumps(line, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f") for line in value.split("\n")]
+        return f'"{lines[0]}"' if len(lines) == 1 else '"""\n' + "\n".join(lines) + '"""'
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml_value, value))}]"
     return repr(value)

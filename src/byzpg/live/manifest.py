@@ -2,10 +2,9 @@
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from math import inf
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -32,7 +31,7 @@ class Times:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, (int, float)) or not 0 < value < inf:
+            if type(value) not in (int, float) or not 0 < value < 1e9:
                 raise ValueError(f"times: {name} must be a positive number of seconds, got {value!r}.")
 
 
@@ -67,6 +66,10 @@ class Manifest:
             if option in self.training:
                 raise ValueError(f"training: {option} follows from the members and num_faulty: leave it out.")
         self.settings()
+        try:
+            _ = self.canonical
+        except TypeError as error:
+            raise ValueError(f"training must hold plain values, components as text: {error}.") from None
 
     def settings(self) -> Settings:
         """What is trained, as the simulator would have it."""
@@ -94,8 +97,8 @@ class Manifest:
             "run": self.run,
             "num_faulty": self.num_faulty,
             "rehearsal": self.rehearsal,
-            "times": asdict(self.times),
-            "training": self.training,
+            "times": {name: float(seconds) for name, seconds in asdict(self.times).items()},
+            "training": {option: value for option, value in self.training.items() if value is not None},
             "members": [member.as_data() for member in self.members],
         }
 
@@ -121,12 +124,13 @@ class Manifest:
         """What differs in somebody's canonical manifest, in words."""
         try:
             theirs = json.loads(other)
+            if not isinstance(theirs, dict):
+                return "theirs is no manifest"
+            found = list(_differences("", json.loads(self.canonical), theirs))
         except (ValueError, RecursionError):
             return "theirs cannot be read"
-        if not isinstance(theirs, dict):
-            return "theirs is no manifest"
-        found = list(_differences("", json.loads(self.canonical), theirs))
-        return "; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
+        words = "; ".join(found[:8]) or "theirs has the same content, written in another way"
+        return words + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
 
     def write(self, path: Path) -> None:
         if path.exists():
@@ -149,14 +153,14 @@ class Manifest:
     def load(cls, path: Path) -> "Manifest":
         try:
             values = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
             raise ValueError(f"manifest {path} cannot be read: {error}") from None
         return cls.of(values, str(path))
 
     @classmethod
     def of(cls, values: dict[str, Any], source: str) -> "Manifest":
         known = {"version", "federation", "run", "num_faulty", "rehearsal", "times", "training", "members"}
-        for name in values.keys() ^ known:
+        for name in sorted(values.keys() ^ known):
             raise ValueError(f"{source}: {f'there is no {name!r}' if name in values else f'{name} is missing'}.")
         if values["version"] != VERSION:
             raise ValueError(
@@ -190,22 +194,28 @@ def new_manifest(
     return Manifest(str(uuid4()), str(uuid4()), num_faulty, rehearsal, times, training, tuple(members))
 
 
-def _differences(where: str, mine: Any, theirs: Any):
-    """Lines `what: here X, there Y`."""
+def _differences(where: str, mine: Any, theirs: Any) -> Iterator[str]:
+    """Lines `what: here X, there Y`. Theirs can be anything: it is what somebody sent."""
     if isinstance(mine, dict) and isinstance(theirs, dict):
         for key in sorted(mine.keys() | theirs.keys()):
-            yield from _differences(f"{where}.{key}".lstrip("."), mine.get(key), theirs.get(key))
+            name = key if key in mine else _brief(key)
+            yield from _differences(f"{where}.{name}".lstrip("."), mine.get(key), theirs.get(key))
     elif isinstance(mine, list) and isinstance(theirs, list) and where == "members":
-        ours, others = ({m["name"]: m for m in each if isinstance(m, dict) and "name" in m} for each in (mine, theirs))
+        ours, others = (
+            {str(member["name"]): member for member in each if isinstance(member, dict) and "name" in member}
+            for each in (mine, theirs)
+        )
         yield from _differences("member", ours, others)
-        if ours == others and mine != theirs:
+        if len(mine) != len(theirs):
+            yield f"members: here {len(mine)}, there {len(theirs)}"
+        elif ours == others and mine != theirs:
             yield "members: another order"
-    elif mine != theirs:
+    elif json.dumps(mine) != json.dumps(theirs):  # to which 1 is not 1.0
         yield f"{where}: here {_brief(mine)}, there {_brief(theirs)}"
 
 
 def _brief(value: Any) -> str:
     if value is None:
         return "nothing"
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

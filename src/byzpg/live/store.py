@@ -16,6 +16,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -42,19 +43,24 @@ class Store:
         owner = {"member": member.name, "manifest": manifest.digest.hex(), "run": manifest.run}
         existing = path / "owner.json"
         if existing.is_file():
-            found = json.loads(existing.read_text())
+            try:
+                found = json.loads(existing.read_text())
+                found["member"], found["run"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{existing} is broken: choose another --directory.") from None
             if found != owner:
                 raise ValueError(
-                    f"{path} belongs to member {found.get('member')} of run {found.get('run')} with another manifest: "
+                    f"{path} belongs to member {found['member']} of run {found['run']}, or to another manifest: "
                     "choose another --directory."
                 )
-        elif any(each.name != "lock" for each in path.iterdir()):
+        elif any(each.name != "lock" and not each.name.startswith(".owner.json.") for each in path.iterdir()):
             raise ValueError(f"{path} is not an empty directory, nor one of a member: choose another --directory.")
         # A second process of one member would contradict the first.
         self._lock = (path / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self._lock.close()
             raise ValueError(f"{path} is in use: member {member.name} is running already.") from None
         text = json.dumps(owner, indent=2) + "\n"
         write_atomically(existing, lambda file: file.write(text.encode()))
@@ -73,7 +79,10 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        return np.frombuffer(bytes.fromhex(path.read_text()), "<u4")
+        try:
+            return np.frombuffer(bytes.fromhex(path.read_text()), "<u4", 2)
+        except ValueError:
+            raise ValueError(f"{path} is broken: it must hold 16 digits of 0-9 and a-f.") from None
 
     def read_checkpoint(self) -> Checkpoint | None:
         path = self.path / "checkpoint.npz"
@@ -82,7 +91,7 @@ class Store:
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return Checkpoint(int(arrays["iteration"]), arrays["snapshot"])
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
 
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -123,8 +132,12 @@ class Store:
         return path
 
     def append_progress(self, values: dict[str, Any]) -> None:
-        with (self.path / "progress.jsonl").open("a") as file:
-            file.write(json.dumps(values) + "\n")
+        with (self.path / "progress.jsonl").open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # a crash has cut the last line off: this one is not to be lost with it
+                    file.write(b"\n")
+            file.write(json.dumps(values).encode() + b"\n")
 
     def read_progress(self) -> list[dict[str, Any]]:
         """A dictionary per iteration, the last one written where an iteration was done twice."""

@@ -1,4 +1,4 @@
-"""The command line. The only module that prints."""
+"""The command line. Nothing else prints."""
 
 import argparse
 import os
@@ -17,7 +17,6 @@ from typing import Annotated, Literal, Union, get_args
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -25,6 +24,8 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from byzpg import aggregators, attacks, envs, figures, play, registry, statistics, training
 from byzpg.algorithms import ALGORITHMS
+from byzpg.cli import live
+from byzpg.cli.console import console, errors, say
 from byzpg.components import Component
 from byzpg.config import Config, Settings
 from byzpg.envs import host
@@ -34,9 +35,6 @@ from byzpg.results import Results
 from byzpg.robustness import certificate
 from byzpg.runs import Run, RunDirectory, provenance
 from byzpg.summaries import final_returns, run_means
-
-console = Console()
-errors = Console(stderr=True)
 
 COMPARISON = "plain-averaging"  # where, in a run's directory, the run it is compared with lies
 
@@ -131,7 +129,7 @@ class Certify:
                 console.print(f"Left out: {rule} needs {rule.bound}.")
         title = f"Robust rules under attack: {setting}"
         figures.save(figures.constants_heatmap(constants, title), self.output)
-        _say(f"Picture: {self.output}")
+        say(f"Picture: {self.output}")
 
 
 @dataclass(frozen=True)
@@ -179,16 +177,14 @@ class Resume:
         with _progress(f"byzpg resume {self.directory}") as on_progress:
             for directory, settings in plans.items():
                 seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
-                _say(f"{_method(settings)} on {_setting(settings)}: {seeds}, preset {settings.preset} → {directory}")
+                say(f"{_method(settings)} on {_setting(settings)}: {seeds}, preset {settings.preset} → {directory}")
             training.resume_all(directories, on_progress)
         runs = {directory: training.load(directory) for directory in directories}
         console.print(_summary(runs))
         for directory, run in runs.items():
             if run.diverged:
                 seeds = ", ".join(map(str, run.diverged))
-                _say(
-                    f"Diverged: seed {seeds} of {directory}. A smaller --step-size, or a cap on the weights, may help."
-                )
+                say(f"Diverged: seed {seeds} of {directory}. A smaller --step-size, or a cap on the weights, may help.")
         picture, settings = self.directory / "curves.png", plans[self.directory]
         solved = envs.make(settings.env).reward_threshold
         figures.save(
@@ -197,8 +193,8 @@ class Resume:
             ),
             picture,
         )
-        _say(f"Picture: {picture}")
-        _say(f"See it play: byzpg play {self.directory}")
+        say(f"Picture: {picture}")
+        say(f"See it play: byzpg play {self.directory}")
 
 
 @dataclass(frozen=True)
@@ -240,7 +236,7 @@ class Reproduce:
         started = time.monotonic()
         command = shlex.join(["byzpg", *sys.argv[1:]])
         with _progress(command) as on_progress:
-            _say(f"{len(directories)} runs, preset {self.preset}: {len(directories) - left} done, {left} to do.")
+            say(f"{len(directories)} runs, preset {self.preset}: {len(directories) - left} done, {left} to do.")
             training.resume_all(directories, on_progress)
         about = {**provenance(), "command": command}
         if not begun:  # else it would be the time of the last call alone
@@ -251,10 +247,10 @@ class Reproduce:
         console.print(_table_of(results))
         for name, run in runs.items():
             if run.diverged:
-                _say(f"Diverged: seed {', '.join(map(str, run.diverged))} of {self.directory / 'runs' / name}.")
+                say(f"Diverged: seed {', '.join(map(str, run.diverged))} of {self.directory / 'runs' / name}.")
         _draw([results], kept.with_suffix(""))
-        _say(f"Results: {kept}")
-        _say(f"A page of them: byzpg report {kept}")
+        say(f"Results: {kept}")
+        say(f"A page of them: byzpg report {kept}")
 
     def _name(self) -> str:
         """What was asked for, so that no other results are overwritten."""
@@ -293,7 +289,7 @@ class Report:
             write_report(loaded, self.output)
         if self.figures is not None:
             _draw(loaded, self.figures)
-        _say(f"Page: {self.output}")
+        say(f"Page: {self.output}")
 
 
 @dataclass(frozen=True)
@@ -316,7 +312,7 @@ class Plot:
         runs = {directory: training.load(directory) for directory in self.directories}
         console.print(_summary(runs))
         figures.save(figures.learning_curves(_curves(runs), self.title), self.output)
-        _say(f"Picture: {self.output}")
+        say(f"Picture: {self.output}")
 
 
 @dataclass(frozen=True)
@@ -352,8 +348,8 @@ class Play:
             if frames:
                 figures.save_animation(frames, output)
         shown = ", ".join(f"{each:g}" for each in returns)
-        _say(f"{run.settings.env}, {self.episodes} episodes: mean return {returns.mean():.1f} ({shown})")
-        _say(f"First episode: {output}" if frames else "This task makes no pictures.")
+        say(f"{run.settings.env}, {self.episodes} episodes: mean return {returns.mean():.1f} ({shown})")
+        say(f"First episode: {output}" if frames else "This task makes no pictures.")
 
 
 @dataclass(frozen=True)
@@ -376,11 +372,6 @@ class List:
                 table.add_row(name, escape(summary))
             console.print(table)
             console.print()
-
-
-def _say(text: str) -> None:
-    """One line, however long: paths and commands are to be copied."""
-    console.print(escape(text), soft_wrap=True, highlight=False)
 
 
 def _check_picture(path: Path) -> None:
@@ -457,7 +448,7 @@ def _draw(results: Sequence[Results], folder: Path) -> None:
             figure = figures.draw_experiment(experiment, chapter.runs)
             for ending in (".png", ".svg", ".pdf"):
                 figures.save(figure, picture.with_suffix(ending))
-            _say(f"Picture: {picture} (and .svg, .pdf)")
+            say(f"Picture: {picture} (and .svg, .pdf)")
 
 
 def _table_of(results: Results) -> Table:
@@ -489,7 +480,7 @@ def _progress(command: str) -> Iterator[training.OnProgress]:
             errors.print(escape(farewell), highlight=False, soft_wrap=True)
             os._exit(130)
         stopping = True
-        _say("Stopping after this block of iterations; Ctrl-C again stops at once.")
+        say("Stopping after this block of iterations; Ctrl-C again stops at once.")
 
     columns = (
         SpinnerColumn(),
@@ -513,7 +504,7 @@ def _progress(command: str) -> Iterator[training.OnProgress]:
             bar.update(task, completed=progress.done, description="compiling" if ended else text)
             if not console.is_terminal and (ended or progress.seconds - shown > 10):
                 shown = -inf if ended else progress.seconds
-                _say(f"{text}; {progress.done:.0%} of all after {progress.seconds:.0f} s")
+                say(f"{text}; {progress.done:.0%} of all after {progress.seconds:.0f} s")
             if stopping:
                 raise KeyboardInterrupt
 
@@ -553,7 +544,7 @@ def main() -> None:
     by_name = ConstructorRegistry()
     by_name.primitive_rule(_components_by_name)
     try:
-        commands = Union[  # noqa: UP007 - a list of its own making
+        commands = Union[
             Annotated[Train, tyro.conf.subcommand("train", default=Train(_default_options()))],
             Annotated[Resume, tyro.conf.subcommand("resume")],
             Annotated[Reproduce, tyro.conf.subcommand("reproduce")],
@@ -562,8 +553,9 @@ def main() -> None:
             Annotated[Play, tyro.conf.subcommand("play")],
             Annotated[List, tyro.conf.subcommand("list")],
             Annotated[Certify, tyro.conf.subcommand("certify")],
+            *live.COMMANDS,
         ]
-        command = tyro.cli(
+        command = tyro.cli(  # pyright: ignore[reportCallIssue]
             commands,  # pyright: ignore[reportArgumentType]
             prog="byzpg",
             description="Byzantine fault-tolerant federated reinforcement learning.",
@@ -573,6 +565,11 @@ def main() -> None:
         command.run()
     except (ValueError, OSError) as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if error.name not in live.PACKAGES:
+            raise
+        errors.print(f"[red]error:[/red] {escape(live.INSTALL)}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt as stop:
         errors.print(escape(str(stop) or "Stopped."), highlight=False, soft_wrap=True)
