@@ -22,6 +22,14 @@ if MINE:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 
+# Files are dealt out whole: the longest first, so that no core waits for the other at the end.
+LONGEST = ["test_simulate.py", "test_cli.py", "test_lunar_lander.py", "test_agreement.py", "test_contracts.py", "README.md"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if MINE:
         shutil.rmtree(os.environ[CACHE], ignore_errors=True)

@@ -1,6 +1,6 @@
 """The simulator against agents that are run one by one, and the five algorithms against each other."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from byzpg import Config, Run, train
-from byzpg.algorithms import AgentState
+from byzpg.algorithms import Agent, AgentState
 from byzpg.config import Settings
 from byzpg.simulate import ITERATIONS, LARGE, SKIP, SMALL, Metrics, Simulation
 from byzpg.training import BLOCK
@@ -53,6 +53,17 @@ def assert_same_run(one: Run, other: Run) -> None:
         np.testing.assert_array_equal(one.parameters[name], other.parameters[name])
 
 
+@partial(jax.jit, static_argnums=0)
+def both_estimates(agent: Agent, state: AgentState, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of a large batch and of a small one."""
+
+    def of_batch(large: bool) -> jax.Array:
+        episodes = agent.play(state.parameters, key[None], large)
+        return agent.estimate(state, episodes, large)[0][0]
+
+    return of_batch(True), of_batch(False)
+
+
 def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
     """Agents run apart from each other, as peers would, with the messages of SignFlip handed over by hand: θ [K, d]."""
     federation = settings.federation()
@@ -66,19 +77,11 @@ def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
         rows = [-truth if lying and k in liars and k != receiver else truth for k, truth in enumerate(truths)]
         return np.stack(rows)
 
-    @jax.jit
-    def estimate(state: AgentState, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def of_batch(large: bool) -> jax.Array:
-            episodes = agent.play(state.parameters, key[None], large)
-            return agent.estimate(state, episodes, large)[0][0]
-
-        return of_batch(True), of_batch(False)
-
     for iteration, batch in enumerate(batches):
         now = jax.random.fold_in(jax.random.fold_in(root, ITERATIONS), iteration)
         truths = []
         for k in everyone:
-            estimates = estimate(states[k], jax.random.fold_in(now, k))
+            estimates = both_estimates(agent, states[k], jax.random.fold_in(now, k))
             truths.append(np.asarray(estimates[batch == SMALL]))
         before = [state.parameters for state in states]
         for k in everyone:

@@ -169,8 +169,14 @@ class Demo:
                 output = (self.directory / f"{name}.out").open("w")
                 command = [sys.executable, "-m", "byzpg", "peer", str(path), "--name", name, *attack]
                 processes[name] = subprocess.Popen(
-                    [*command, "--directory", str(self.directory / name)], stdout=output, stderr=subprocess.STDOUT
+                    [*command, "--directory", str(self.directory / name)],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={"JAX_COMPILATION_CACHE_DIR": str(self.directory / "cache"), **os.environ},
                 )
+                # What the first member compiles, the others find.
+                while name == names[0] and processes[name].poll() is None and not _is_ready(self.directory / name):
+                    time.sleep(0.1)
             asyncio.run(_watch(manifest, 0, self.directory / f"{names[0]}.key", processes=processes))
         finally:
             for process in processes.values():
@@ -443,6 +449,11 @@ def _table(manifest: "Manifest", statuses: "Statuses") -> Table:
             *about,
         )
     return table
+
+
+def _is_ready(directory: Path) -> bool:
+    log = directory / "log.jsonl"
+    return log.is_file() and '"event": "ready"' in log.read_text()
 
 
 def _free_ports(number: int) -> list[int]:

@@ -80,7 +80,7 @@ class Learner:
         else:
             episodes = _play(self.agent, state.parameters, keys, large, self._attack)
         own, sampled = _estimate(self.agent, large, state, episodes)
-        self.returns, self.steps = np.asarray(sampled.returns[0]), int(np.sum(sampled.lengths))
+        self.returns, self.steps = np.asarray(sampled.returns[0]), int(np.sum(sampled.lengths[0]))
         return np.asarray(own[0])
 
     def combine(self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray) -> np.ndarray | None:

@@ -1,6 +1,7 @@
 """federation.toml: who takes part, what they train, and what they tolerate. Its hash is in every message."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -81,7 +82,11 @@ class Manifest:
             num_declared=self.num_faulty,
             num_seeds=1,
         )
-        settings = config.resolved()
+        try:
+            settings = config.resolved()
+        except ValueError as error:  # in the words of this file
+            words = re.sub("num_byzantine|num_declared", "num_faulty", str(error)).replace("num_agents", "members")
+            raise ValueError(words) from None
         algorithm = ALGORITHMS[settings.algorithm]
         if algorithm.centralized or algorithm.single:
             fitting = [name for name, each in ALGORITHMS.items() if not each.centralized and not each.single]

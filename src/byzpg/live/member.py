@@ -71,6 +71,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
         try:
             await peer.run()
         finally:
+            log.close()
             if stop is not None:
                 stop()
         return _write_results(store, learner)

@@ -1,11 +1,16 @@
 """Looking at a federation from outside: every member is asked for its status, over the same mutual TLS.
 
-Read-only. What a member says of itself may be a lie; what it says of others is what it saw of them.
+Read-only. What a member says of itself may be a lie; what it says of others is what it saw of them, or a lie too. So
+an answer can be anything, and only what fits the shape below is let in.
 """
 
 import asyncio
 import json
-from typing import Any
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Literal, TypedDict, get_args
 
 import grpc
 from grpc import aio
@@ -13,34 +18,169 @@ from grpc import aio
 from byzpg.live.identity import PrivateIdentity
 from byzpg.live.links import SERVICE, STATUS, open_channel
 from byzpg.live.manifest import Manifest
+from byzpg.live.status import CURVE_POINTS, RECENT_STEPS, State
 
 LARGEST_STATUS = 2**20
+# Numbers beyond are nonsense; all of these are exact in a browser too.
+LARGEST_NUMBER = 10**15
+LONGEST_TEXT = 80
+MOST_REASONS = 16
+REASON = re.compile(r"[a-z][a-z -]{0,23}")
+STATES: tuple[str, ...] = get_args(State)
 
-# By member's name; None: it did not answer.
-Statuses = dict[str, dict[str, Any] | None]
+
+class Seen(TypedDict):
+    """What one member saw of another."""
+
+    connected: bool
+    present: bool | None  # whether its message was there in the last step; None: no step yet
+    absences: int
+    weight: float | None  # in [0, 1]; None: the rule gives none
+    equivocations: int
+    rejected: dict[str, int]  # by reason
+
+
+class Answer(TypedDict):
+    """What a member says: `Status.as_data`, as far as it makes sense."""
+
+    name: str
+    task: str
+    state: State | Literal["unknown"]
+    rehearsal: str | None
+    iteration: int
+    num_iterations: int
+    step: int
+    waiting_for: list[str]
+    uptime: float
+    curve: list[tuple[int, float]]  # by rising number of trajectories
+    reward_threshold: float | None
+    diameters: dict[str, float]
+    step_seconds: list[float]
+    median_step_seconds: float | None
+    bytes_sent: int
+    bytes_received: int
+    others: dict[str, Seen]  # every member, by name
+    strangers: dict[str, int]
+
+
+# By member's name; None: it did not answer, or nothing that can be read.
+Statuses = dict[str, Answer | None]
+
+
+def parse_status(raw: bytes, name: str, names: Sequence[str]) -> Answer | None:
+    """A member's answer in its known shape; None if it is none at all. What does not fit is left out."""
+    try:
+        said = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict):
+        return None
+    state, waiting_for, rehearsal = said.get("state"), said.get("waiting_for"), said.get("rehearsal")
+    diameters, others = _table(said.get("diameters")), _table(said.get("others"))
+    seconds = [value for value in _numbers(said.get("step_seconds"), RECENT_STEPS) if value >= 0]
+    return {
+        "name": name,  # the certificate's, whatever it says
+        "task": _text(said.get("task")),
+        "state": state if isinstance(state, str) and state in STATES else "unknown",  # pyright: ignore[reportReturnType]
+        "rehearsal": _text(rehearsal) or None,
+        "iteration": _count(said.get("iteration")),
+        "num_iterations": _count(said.get("num_iterations")),
+        "step": _count(said.get("step")),
+        "waiting_for": [each for each in names if isinstance(waiting_for, list) and each in waiting_for],
+        "uptime": max(0.0, _number(said.get("uptime")) or 0.0),
+        "curve": list(_curve(said.get("curve"))),
+        "reward_threshold": _number(said.get("reward_threshold")),
+        "diameters": {
+            phase: value
+            for phase in ("gradients", "parameters")
+            if (value := _number(diameters.get(phase))) is not None and value >= 0
+        },
+        "step_seconds": seconds,
+        "median_step_seconds": statistics.median(seconds) if seconds else None,
+        "bytes_sent": _count(said.get("bytes_sent")),
+        "bytes_received": _count(said.get("bytes_received")),
+        "others": {each: _seen(_table(others.get(each))) for each in names},
+        "strangers": _reasons(said.get("strangers")),
+    }
+
+
+def _seen(said: dict[str, Any]) -> Seen:
+    present, weight = said.get("present"), _number(said.get("weight"))
+    return {
+        "connected": said.get("connected") is True,
+        "present": present if isinstance(present, bool) else None,
+        "absences": _count(said.get("absences")),
+        "weight": None if weight is None else min(max(weight, 0.0), 1.0),
+        "equivocations": _count(said.get("equivocations")),
+        "rejected": _reasons(said.get("rejected")),
+    }
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    """One line without anything that would move a terminal's cursor or turn around what is written next to it."""
+    printable = filter(str.isprintable, value if isinstance(value, str) else "")
+    return "".join(islice(printable, LONGEST_TEXT)).strip()
+
+
+def _number(value: Any) -> float | None:
+    fits = type(value) in (int, float) and -LARGEST_NUMBER <= value <= LARGEST_NUMBER  # not so NaN
+    return float(value) if fits else None
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and 0 <= value <= LARGEST_NUMBER else 0
+
+
+def _numbers(values: Any, most: int) -> list[float]:
+    numbers = map(_number, values[-most:] if isinstance(values, list) else [])
+    return [value for value in numbers if value is not None]
+
+
+def _curve(points: Any) -> Iterator[tuple[int, float]]:
+    last = -1
+    for point in points[-2 * CURVE_POINTS :] if isinstance(points, list) else []:
+        if isinstance(point, list) and len(point) == 2 and type(point[0]) is int:
+            at, value = point[0], _number(point[1])
+            if last < at <= LARGEST_NUMBER and value is not None:
+                last = at
+                yield at, value
+
+
+def _reasons(said: Any) -> dict[str, int]:
+    fitting = ((why, _count(number)) for why, number in _table(said).items() if REASON.fullmatch(why))
+    return dict(islice(((why, number) for why, number in fitting if number), MOST_REASONS))
 
 
 class Observer:
     """Asks as one of the members, with its key."""
 
     def __init__(self, manifest: Manifest, own: int, private: PrivateIdentity) -> None:
-        self.manifest = manifest
-        self._channels = {
-            member.name: open_channel(manifest, own, private, index, LARGEST_STATUS)
-            for index, member in enumerate(manifest.members)
-        }
+        self.manifest, self._own, self._private = manifest, own, private
+        self._names = [member.name for member in manifest.members]
+        self._channels = [self._open(index) for index in range(len(self._names))]
+
+    def _open(self, index: int) -> aio.Channel:
+        return open_channel(self.manifest, self._own, self._private, index, LARGEST_STATUS)
 
     async def ask(self, seconds: float = 2.0) -> Statuses:
         """Every member's status."""
-        answers = await asyncio.gather(*(self._ask(channel, seconds) for channel in self._channels.values()))
-        return dict(zip(self._channels, answers, strict=True))
+        answers = await asyncio.gather(*(self._ask(index, seconds) for index in range(len(self._names))))
+        return dict(zip(self._names, answers, strict=True))
 
-    async def _ask(self, channel: aio.Channel, seconds: float) -> dict[str, Any] | None:
+    async def _ask(self, index: int, seconds: float) -> Answer | None:
         try:
-            answer = json.loads(await channel.unary_unary(f"/{SERVICE}/{STATUS}")(b"", timeout=seconds))
-        except (aio.AioRpcError, grpc.RpcError, ValueError, RecursionError):
+            raw = await self._channels[index].unary_unary(f"/{SERVICE}/{STATUS}")(b"", timeout=seconds)
+        except aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                # The old channel would try again only after pauses that grow to minutes.
+                old, self._channels[index] = self._channels[index], self._open(index)
+                await old.close()
             return None
-        return answer if isinstance(answer, dict) else None
+        return parse_status(raw, self._names[index], self._names)
 
     async def close(self) -> None:
-        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        await asyncio.gather(*(channel.close() for channel in self._channels))

@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 from typing import Protocol as Interface
 from uuid import UUID
@@ -27,7 +28,6 @@ from byzpg.live.protocol import (
     Count,
     Evidence,
     Finished,
-    Forget,
     Message,
     Protocol,
     Send,
@@ -39,12 +39,20 @@ from byzpg.live.protocol import (
     Log as LogMessage,
 )
 from byzpg.live.status import Log, Status
-from byzpg.live.store import Checkpoint, Store
+from byzpg.live.store import Store
 from byzpg.live.wire import Codec, Rejected
 
 # An equivocator can contradict itself in every step: this many proofs are enough.
 EVIDENCE_PER_MEMBER = 20
 FLUSH_SECONDS = 3.0
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The state at the beginning of an iteration; there is one from the moment the start barrier is passed."""
+
+    iteration: int
+    snapshot: np.ndarray
 
 
 class Computation(Interface):
@@ -110,7 +118,11 @@ class Peer:
             [member.verifier() for member in manifest.members],
         )
         self.outgoing: Outgoing | None = None
-        self._checkpoint = store.read_checkpoint()
+        kept_messages = 2 * self.course.per_iteration + 2  # of this iteration and the last, and the barriers
+        self._outbox = store.records("outbox.bin", kept_messages, self.codec.largest)
+        self._checkpoints = store.records("checkpoints.bin", 2, 4 * computation.state_dimension)
+        found = self._checkpoints.read()
+        self._checkpoint = Checkpoint(max(found), np.frombuffer(found[max(found)], "<f4")) if found else None
         if self._checkpoint is not None:
             computation.restore(self._checkpoint.iteration, self._checkpoint.snapshot)
         self.protocol = Protocol(
@@ -130,8 +142,9 @@ class Peer:
         self._state_message: Message | None = None
 
     def _own_messages(self) -> dict[int, Message]:
-        """What was logged before a restart."""
-        return {step: self.codec.decode(frame, self.own) for step, frame in self.store.outbox().items()}
+        """What was logged before a restart, and that of the start barrier, which is always the same."""
+        logged = {step: self.codec.decode(frame, self.own) for step, frame in self._outbox.read().items()}
+        return {0: self.seal(0, NOTHING, ()), **logged} if self._checkpoint is not None else logged
 
     def seal(self, step: int, vector: np.ndarray, receipts: tuple) -> Message:
         return self.codec.encode("vector", step, vector, receipts, self.private.signing)
@@ -175,7 +188,7 @@ class Peer:
                 case Send(to, message):
                     self._send(to, message)
                 case LogMessage(message):
-                    self.store.log(message.step, message.frame)
+                    self._outbox.put(message.step, message.frame)
                     self._step_began = asyncio.get_running_loop().time()
                 case SetTimer(timer, step):
                     asyncio.get_running_loop().call_later(self._seconds(timer, step), self._fire, timer, step)
@@ -189,8 +202,6 @@ class Peer:
                     self._jobs.put_nowait(lambda action=action: self._adopt(action))
                 case SendState(to):
                     self._send_state(to)
-                case Forget(step):
-                    self.store.forget(step)
                 case Alarm():
                     self._alarm(action)
                 case Evidence():
@@ -261,7 +272,7 @@ class Peer:
 
     def _saved(self, iteration: int) -> Checkpoint:
         checkpoint = Checkpoint(iteration, self.computation.snapshot())
-        self.store.write_checkpoint(checkpoint)
+        self._checkpoints.put(iteration, checkpoint.snapshot.astype("<f4").tobytes())
         return checkpoint
 
     def _finished(self, step: int, checkpoint: Checkpoint, record: dict[str, Any]) -> list[Action]:

@@ -3,7 +3,8 @@
 A run is a row of steps. Step 0 is the start barrier; then every iteration has 1 + κ steps, the exchange of gradients
 and κ rounds of agreement; the last step is a barrier too, where members wait for those behind. In every step each
 member publishes one message and gathers everyone's. A step ends when all K messages are in, or K − f (the member's own
-counts) and a grace period has passed; with fewer it never ends.
+counts) and a grace period has passed; with fewer it never ends. Only the last does, after a grace period in which no
+more members than can lie were heard in an earlier step: whoever was there has seen all K and left.
 
 Messages travel by pull as well as by push: a member that lacks one asks its sender, who has kept those of this and the
 last iteration. A member too far behind for that is sent states instead, and adopts what K − f members say.
@@ -196,6 +197,7 @@ class Protocol:
     _adopting: bool = field(default=False, init=False)
     _gracing: bool = field(default=False, init=False)  # the grace period of this step has begun
     _waited: int = field(default=0, init=False)  # how many retries this step has been short of a quorum
+    _stragglers: set[int] = field(default_factory=set, init=False)  # heard before the last step, lately
     _over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -239,7 +241,7 @@ class Protocol:
         """The state at the beginning of an iteration has been taken over from others, and is safe on the disk."""
         self._adopting = False
         self._states.clear()
-        return self._begin(iteration)
+        return self._calm() + self._begin(iteration)
 
     def linked(self, other: int) -> list[Action]:
         """There is a new connection; what was sent over the old one may be lost."""
@@ -251,13 +253,16 @@ class Protocol:
             return []
         inbox = self._inbox.get(step, {})
         if timer == "grace":
-            return self._end_step() if self._ready(inbox) and not self._adopting else []
+            return self._grace_ended(inbox)
         actions: list[Action] = [SetTimer("retry", step)]
         if self._adopting:
             return actions
+        short = len(inbox) < self.course.quorum
         missing = [other for other in self._others() if other not in inbox]
-        actions += [Send(other, self.seal_ask(step)) for other in missing]
-        if self.course.own in inbox and len(inbox) < self.course.quorum:
+        # Where someone answers with a state, those whose message is here must be asked for theirs too.
+        far = short and any(max(states) > step for states in self._states.values())
+        actions += [Send(other, self.seal_ask(step)) for other in (self._others() if far else missing)]
+        if self.course.own in inbox and short:
             self._waited += 1
             if self._waited == ALARM_AFTER:
                 actions.append(Alarm(step, frozenset(missing)))
@@ -266,6 +271,8 @@ class Protocol:
     def received(self, message: Message) -> list[Action]:
         """A message whose sender, form and signature have been checked."""
         sender, step = message.sender, message.step
+        if step < self.course.last:
+            self._stragglers.add(sender)
         if message.kind == "ask":
             return self._asked(sender, step)
         self._positions[sender] = max(self._positions[sender], step)
@@ -297,16 +304,26 @@ class Protocol:
         inbox = self._inbox.get(self.step, {})
         if self._over or self._adopting or not self._ready(inbox):
             return []
-        actions: list[Action] = []
-        if self._waited >= ALARM_AFTER:
-            actions.append(Alarm(self.step, frozenset()))
-        self._waited = 0
+        actions = self._calm()
         if len(inbox) == self.course.num_members:
             return actions + self._end_step()
         if not self._gracing:
             self._gracing = True
             actions.append(SetTimer("grace", self.step))
         return actions
+
+    def _calm(self) -> list[Action]:
+        """There is no reason for an alarm any more."""
+        waited, self._waited = self._waited, 0
+        return [Alarm(self.step, frozenset())] if waited >= ALARM_AFTER else []
+
+    def _grace_ended(self, inbox: dict[int, Message]) -> list[Action]:
+        if self._adopting or (self.step < self.course.last and not self._ready(inbox)):
+            return []
+        if not self._ready(inbox) and len(self._stragglers) > self.course.num_faulty:
+            self._stragglers.clear()
+            return [SetTimer("grace", self.step)]
+        return self._calm() + self._end_step()
 
     def _end_step(self) -> list[Action]:
         step, inbox = self.step, self._inbox.get(self.step, {})
@@ -319,12 +336,14 @@ class Protocol:
     def _enter(self, step: int) -> list[Action]:
         """Gather the messages of a step from now on."""
         self.step, self._gracing, self._waited = step, False, 0
+        self._stragglers.clear()
         self._inbox = {each: inbox for each, inbox in self._inbox.items() if each in (step, step + 1)}
         self._seen = {each: seen for each, seen in self._seen.items() if each >= step - 2}
         inbox = self._inbox.get(step, {})
-        # Those ahead have sent theirs already, and it was too early to be kept.
-        ahead = [j for j in self._others() if self._positions[j] > step and j not in inbox]
-        return [*(Send(j, self.seal_ask(step)) for j in ahead), SetTimer("retry", step)]
+        # Those heard here or ahead have sent theirs already, and it was too early to be kept.
+        ahead = [j for j in self._others() if self._positions[j] >= step and j not in inbox]
+        actions: list[Action] = [*(Send(j, self.seal_ask(step)) for j in ahead), SetTimer("retry", step)]
+        return [*actions, SetTimer("grace", step)] if step == self.course.last else actions
 
     def _begin(self, iteration: int) -> list[Action]:
         """Begin an iteration; its state is safe on the disk."""
@@ -351,8 +370,9 @@ class Protocol:
 
     def _offered(self, message: Message) -> list[Action]:
         """Someone's state: worth something if others have one of the same iteration, which is ahead."""
-        if message.step <= self.step or self._adopting or self._over:
-            return []
+        iteration = self.course.iteration(message.step)
+        if message.step <= self.step or iteration <= self.iteration or self._adopting or self._over:
+            return []  # before `start`, the step is not yet that of the iteration
         states = self._states.setdefault(message.sender, {})
         states[message.step] = message
         for old in sorted(states)[:-2]:
@@ -361,7 +381,7 @@ class Protocol:
         if sum(state is not None for state in theirs) < self.course.quorum:
             return []
         self._adopting = True
-        return [Adopt(self.course.iteration(message.step), theirs)]
+        return [Adopt(iteration, theirs)]
 
     def _witness(self, receipt: Receipt, trusted: bool) -> list[Action]:
         """Hold a signed receipt against what its signer was seen to sign."""

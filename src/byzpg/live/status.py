@@ -25,15 +25,17 @@ class Log:
     PAUSE = 10.0
 
     def __init__(self, path: Path, name: str, sink: Sink | None) -> None:
-        self._path, self._name, self._sink = path, name, sink
+        self._file, self._name, self._sink = path.open("a", buffering=1), name, sink
         self._last: dict[tuple[Any, ...], float] = {}
 
     def __call__(self, event: str, level: str = "info", **fields: Any) -> None:
         line = {"time": round(time.time(), 3), "level": level, "member": self._name, "event": event, **fields}
-        with self._path.open("a") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         if self._sink is not None:
             self._sink(line)
+
+    def close(self) -> None:
+        self._file.close()
 
     def seldom(self, event: str, *about: Any, level: str = "info", **fields: Any) -> None:
         now = time.monotonic()

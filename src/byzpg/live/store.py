@@ -2,21 +2,19 @@
 
   owner.json        whose directory this is: member and manifest
   random.key        the key of the member's own random numbers; its eyes alone
-  checkpoint.npz    the state at the beginning of an iteration
-  outbox/STEP.msg   every message of this iteration and the last, written before it is sent
+  checkpoints.bin   the states at the beginning of this iteration and the last
+  outbox.bin        every message of these two, written before it is sent
   evidence/*.json   contradictions that others have signed
   progress.jsonl    a line per iteration
-Every file but the last is written whole or not at all; of the last, a line that was cut off is dropped.
+What a crash cuts off, a record or a line, does not count.
 """
 
 import fcntl
 import json
 import os
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -24,14 +22,7 @@ from byzpg.files import write_atomically
 from byzpg.live.identity import Member
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Evidence
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """The state at the beginning of an iteration; there is one from the moment the start barrier is passed."""
-
-    iteration: int
-    snapshot: np.ndarray
+from byzpg.live.records import Records
 
 
 class Store:
@@ -45,14 +36,11 @@ class Store:
         if existing.is_file():
             try:
                 found = json.loads(existing.read_text())
-                found["member"], found["run"]
+                whose = f"member {found['member']} of run {found['run']}"
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{existing} is broken: choose another --directory.") from None
             if found != owner:
-                raise ValueError(
-                    f"{path} belongs to member {found['member']} of run {found['run']}, or to another manifest: "
-                    "choose another --directory."
-                )
+                raise ValueError(f"{path} belongs to {whose}, or to another manifest: choose another --directory.")
         elif any(each.name != "lock" and not each.name.startswith(".owner.json.") for each in path.iterdir()):
             raise ValueError(f"{path} is not an empty directory, nor one of a member: choose another --directory.")
         # A second process of one member would contradict the first.
@@ -64,9 +52,17 @@ class Store:
             raise ValueError(f"{path} is in use: member {member.name} is running already.") from None
         text = json.dumps(owner, indent=2) + "\n"
         write_atomically(existing, lambda file: file.write(text.encode()))
-        (path / "outbox").mkdir(exist_ok=True)
+        self._open: list[Records] = []
+        self._progress = (path / "progress.jsonl").open("ab+")
+        if self._progress.tell():
+            self._progress.seek(-1, os.SEEK_END)
+            if self._progress.read() != b"\n":  # the next line must not be lost with one that a crash cut off
+                self._progress.write(b"\n")
 
     def close(self) -> None:
+        while self._open:  # closing one twice would close somebody else's
+            self._open.pop().close()
+        self._progress.close()
         self._lock.close()
 
     def random_key(self) -> np.ndarray:
@@ -84,32 +80,11 @@ class Store:
         except ValueError:
             raise ValueError(f"{path} is broken: it must hold 16 digits of 0-9 and a-f.") from None
 
-    def read_checkpoint(self) -> Checkpoint | None:
-        path = self.path / "checkpoint.npz"
-        if not path.is_file():
-            return None
-        try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return Checkpoint(int(arrays["iteration"]), arrays["snapshot"])
-        except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
-
-    def write_checkpoint(self, checkpoint: Checkpoint) -> None:
-        arrays: dict[str, Any] = {"iteration": checkpoint.iteration, "snapshot": checkpoint.snapshot}
-        write_atomically(self.path / "checkpoint.npz", lambda file: np.savez(file, allow_pickle=False, **arrays))
-
-    def outbox(self) -> dict[int, bytes]:
-        """The frames of own messages, by step."""
-        return {int(path.stem): path.read_bytes() for path in (self.path / "outbox").glob("*.msg")}
-
-    def log(self, step: int, frame: bytes) -> None:
-        write_atomically(self.path / "outbox" / f"{step}.msg", lambda file: file.write(frame))
-
-    def forget(self, before: int) -> None:
-        """Own messages before a step are no longer needed; that of the start barrier always is."""
-        for path in (self.path / "outbox").glob("*.msg"):
-            if 0 < int(path.stem) < before:
-                path.unlink()
+    def records(self, name: str, num_slots: int, largest: int) -> Records:
+        """A file of records in this directory, open until the store is closed."""
+        opened = Records(self.path / name, num_slots, largest)
+        self._open.append(opened)
+        return opened
 
     def keep_evidence(self, manifest: Manifest, evidence: Evidence, heads: tuple[bytes, bytes]) -> Path:
         """Two heads that one member signed for one step."""
@@ -132,12 +107,8 @@ class Store:
         return path
 
     def append_progress(self, values: dict[str, Any]) -> None:
-        with (self.path / "progress.jsonl").open("ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # a crash has cut the last line off: this one is not to be lost with it
-                    file.write(b"\n")
-            file.write(json.dumps(values).encode() + b"\n")
+        self._progress.write(json.dumps(values).encode() + b"\n")
+        self._progress.flush()
 
     def read_progress(self) -> list[dict[str, Any]]:
         """A dictionary per iteration, the last one written where an iteration was done twice."""

@@ -152,8 +152,10 @@ class Codec:
 
     def _step(self, kind: Kind, iteration: int, phase: int) -> int:
         course = self.course
-        if phase == BARRIER and iteration in (0, course.num_iterations):
-            return course.last if iteration else 0
+        if phase == BARRIER and iteration == course.num_iterations:
+            return course.last
+        if phase == BARRIER and iteration == 0 and kind != "state":
+            return 0
         if iteration >= course.num_iterations or phase > course.rounds or (kind == "state" and phase):
             raise Rejected("round")
         return course.first_step(iteration) + phase

@@ -1,0 +1,239 @@
+"""Rounds per second of the live federation against bare gRPC streams that move the same bytes.
+
+    python benchmarks/live.py rounds                 # K = 5, d = 5,000 and 1,000,000, both ways, and their ratio
+    python benchmarks/live.py soak --minutes 60      # one hour of training, memory and descriptors watched
+
+`rounds`: K processes on loopback, each with a connection of mutual TLS to every other. Bare: every process writes one
+message of the same size to every other and waits for theirs, nothing else. Live: the peer of `byzpg peer`, with
+signatures, receipts, the log on disk and checkpoints, around a computation that does nothing.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc import aio
+
+from byzpg.files import write_atomically
+from byzpg.live.identity import generate, read_key, write_identity
+from byzpg.live.links import SERVICE, channel_options, open_channel, server_credentials
+from byzpg.live.manifest import Manifest, Times, new_manifest
+from byzpg.live.peer import Peer
+from byzpg.live.status import Log, Status
+from byzpg.live.store import Store
+
+NAMES = ("alice", "bob", "carol", "dave", "erin")
+STATE_VECTORS = 5  # θ_t, θ_{t−1}, v̂ and Adam's two moments
+
+
+class Idle:
+    """A computation that computes nothing: what is left is the cost of the rounds."""
+
+    def __init__(self, dimension: int, num_iterations: int, rounds: int) -> None:
+        self.dimension, self.num_iterations, self.rounds = dimension, num_iterations, rounds
+        self.state_dimension = STATE_VECTORS * dimension
+        self._state = np.zeros(self.state_dimension, np.float32)
+        self._vector = np.random.default_rng(0).normal(size=dimension).astype(np.float32)
+        self.times: list[float] = []
+
+    def warm_up(self) -> None: ...
+
+    def begin(self, iteration: int) -> np.ndarray:
+        self.times.append(time.perf_counter())
+        return self._vector
+
+    def combine(self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray) -> np.ndarray | None:
+        return self._vector if phase < self.rounds else None
+
+    def snapshot(self) -> np.ndarray:
+        return self._state
+
+    def restore(self, iteration: int, snapshot: np.ndarray) -> None: ...
+
+    def adopt(self, iteration: int, states: Sequence[np.ndarray | None]) -> None: ...
+
+    def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
+        return {}
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def found(folder: Path, training: dict[str, Any], times: Times) -> Manifest:
+    """A federation on loopback."""
+    made = [generate(name, f"127.0.0.1:{port}") for name, port in zip(NAMES, free_ports(len(NAMES)), strict=True)]
+    for identity in made:
+        write_identity(folder, *identity)
+    manifest = new_manifest([member for member, _ in made], 1, training, times, rehearsal=True)
+    manifest.write(folder / "federation.toml")
+    return manifest
+
+
+# One process
+
+
+def live_member(folder: Path, own: int, dimension: int, num_iterations: int, rounds: int) -> None:
+    manifest = Manifest.load(folder / "federation.toml")
+    member = manifest.members[own]
+    store = Store(folder / member.name, manifest, member)
+    status = Status(NAMES, own, num_iterations, None, None, "none")
+    computation, private = Idle(dimension, num_iterations, rounds), read_key(folder / f"{member.name}.key", member)
+    log = Log(store.path / "log.jsonl", member.name, None)
+
+    async def run() -> Peer:
+        peer = Peer(manifest, own, private, store, computation, status, log, member.address)
+        await peer.run()
+        return peer
+
+    peer = asyncio.run(run())
+    tenth = len(computation.times) // 10
+    times = computation.times[tenth:]
+    steps = (len(times) - 1) * (1 + rounds)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    print(
+        json.dumps(
+            {
+                "rounds": steps / (times[-1] - times[0]),
+                "cpu": (usage.ru_utime + usage.ru_stime),
+                "bytes": peer.links.bytes_sent / peer.course.last,
+            }
+        )
+    )
+
+
+def bare_member(folder: Path, own: int, size: int, num_rounds: int) -> None:
+    manifest = Manifest.load(folder / "federation.toml")
+    private = read_key(folder / f"{NAMES[own]}.key", manifest.members[own])
+    frame, limit = os.urandom(size), size + 1024
+
+    async def run() -> float:
+        links: dict[int, tuple[Any, Any]] = {}
+        everyone, over = asyncio.Event(), asyncio.Event()
+
+        async def accept(requests: object, context: aio.ServicerContext) -> None:
+            links[int.from_bytes(await context.read(), "big")] = context.read, context.write
+            if len(links) == len(NAMES) - 1:
+                everyone.set()
+            await over.wait()
+
+        server = aio.server(options=channel_options(limit))
+        handlers = {"Bare": grpc.stream_stream_rpc_method_handler(accept)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        server.add_secure_port(manifest.members[own].address, server_credentials(manifest, own, private))
+        await server.start()
+        channels = []
+        for other in range(own + 1, len(NAMES)):
+            channel = open_channel(manifest, own, private, other, limit)
+            await channel.channel_ready()
+            call = channel.stream_stream(f"/{SERVICE}/Bare")()
+            await call.write(bytes([own]))
+            links[other] = call.read, call.write
+            channels.append(channel)
+        if len(links) == len(NAMES) - 1:
+            everyone.set()
+        await everyone.wait()
+        times = []
+        for _ in range(num_rounds):
+            times.append(time.perf_counter())
+            await asyncio.gather(*(write(frame) for _, write in links.values()), *(read() for read, _ in links.values()))
+        tenth = num_rounds // 10
+        rate = (num_rounds - 1 - tenth) / (times[-1] - times[tenth])
+        await asyncio.sleep(1)
+        over.set()
+        for channel in channels:
+            await channel.close()
+        await server.stop(0.5)
+        return rate
+
+    rate = asyncio.run(run())
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    print(json.dumps({"rounds": rate, "cpu": usage.ru_utime + usage.ru_stime}))
+
+
+def together(arguments: list[list[str]]) -> list[dict[str, float]]:
+    """The results of processes of this script, side by side."""
+    command = [sys.executable, __file__]
+    processes = [subprocess.Popen([*command, *each], stdout=subprocess.PIPE, text=True) for each in arguments]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit("a process failed")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def measure(dimension: int, num_iterations: int, rounds: int, repeats: int) -> None:
+    training = {"trajectories": 100}
+    ratios, sizes = [], 0.0
+    rates: dict[str, list[float]] = {"bare": [], "live": []}
+    for _ in range(repeats):  # alternating, since the machine is shared
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            found(folder, training, Times(grace=30.0))
+            members = [str(own) for own in range(len(NAMES))]
+            live = together(
+                [["live-member", name, own, str(dimension), str(num_iterations), str(rounds)] for own in members]
+            )
+            sizes = live[0]["bytes"]
+            size = int(sizes / (len(NAMES) - 1))
+            bare = together(
+                [["bare-member", name, own, str(size), str(num_iterations * (1 + rounds))] for own in members]
+            )
+        rates["live"].append(statistics.mean(each["rounds"] for each in live))
+        rates["bare"].append(statistics.mean(each["rounds"] for each in bare))
+        ratios.append(rates["live"][-1] / rates["bare"][-1])
+    print(
+        f"d = {dimension:>9,}: {sizes:>12,.0f} bytes sent per member and round; rounds/s bare "
+        f"{statistics.median(rates['bare']):7.1f}, live {statistics.median(rates['live']):7.1f}; "
+        f"ratio {statistics.median(ratios):.0%} (of {repeats}: {min(ratios):.0%} to {max(ratios):.0%})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    rounds = commands.add_parser("rounds")
+    rounds.add_argument("--repeats", type=int, default=3)
+    rounds.add_argument("--dimension", type=int)
+    for name, arguments in (
+        ("live-member", ("dimension", "num_iterations", "rounds")),
+        ("bare-member", ("size", "num_rounds")),
+    ):
+        member = commands.add_parser(name)
+        member.add_argument("folder", type=Path)
+        for argument in ("own", *arguments):
+            member.add_argument(argument, type=int)
+    options = vars(parser.parse_args())
+    command = options.pop("command")
+    if command == "live-member":
+        live_member(**options)
+    elif command == "bare-member":
+        bare_member(**options)
+    else:
+        print(f"K = {len(NAMES)}, loopback, mutual TLS, {os.cpu_count()} cores")
+        for dimension, num_iterations in ((5_000, 300), (1_000_000, 12)):
+            if options["dimension"] in (None, dimension):
+                measure(dimension, num_iterations, 3, options["repeats"])
+
+
+if __name__ == "__main__":
+    main()

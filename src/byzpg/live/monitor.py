@@ -1,0 +1,243 @@
+"""A federation's status page: one file and the last poll, served read-only to browsers.
+
+The page has no login, takes no input, and loads nothing from elsewhere. Members may lie, so what they say has gone
+through `parse_status` before it gets here, and the page shows it as text alone.
+"""
+
+import asyncio
+import base64
+import ipaddress
+import json
+import re
+import signal
+import socketserver
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from hashlib import sha256
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socket import AF_INET, AF_INET6
+from typing import Any, Self
+
+from byzpg import envs
+from byzpg.live.identity import read_key
+from byzpg.live.manifest import Manifest
+from byzpg.live.observe import Answer, Observer, Statuses
+
+PAGE = Path(__file__).with_name("page.html")
+POLL_SECONDS = 1.0
+
+Ask = Callable[[], Awaitable[Statuses]]
+# Opened in the event loop that asks.
+Source = Callable[[], AbstractAsyncContextManager[Ask]]
+
+
+class Board:
+    """What is known of a federation: its manifest, the last poll, and the last answer of those who are silent."""
+
+    def __init__(self, manifest: Manifest, own: int) -> None:
+        settings = manifest.settings()
+        self._facts = {
+            "federation": manifest.federation,
+            "run": manifest.run,
+            "asked_as": manifest.members[own].name,
+            "members": [{"name": member.name, "address": member.address} for member in manifest.members],
+            "num_faulty": manifest.num_faulty,
+            "rehearsal": manifest.rehearsal,
+            "task": settings.env,
+            "algorithm": settings.algorithm,
+            "aggregator": str(settings.aggregator),
+            "agreement": str(settings.agreement),
+            "trajectories": settings.trajectories,
+            "reward_threshold": envs.make(settings.env).reward_threshold,
+        }
+        self._lock = threading.Lock()
+        self._statuses: Statuses = {member.name: None for member in manifest.members}
+        self._answers: dict[str, tuple[float, Answer]] = {}
+        self._polled: float | None = None
+
+    def put(self, statuses: Statuses) -> None:
+        with self._lock:
+            now = self._polled = time.monotonic()
+            self._statuses = statuses
+            self._answers |= {name: (now, status) for name, status in statuses.items() if status is not None}
+
+    def as_data(self) -> dict[str, Any]:
+        with self._lock:
+            now, statuses, answers, polled = time.monotonic(), self._statuses, dict(self._answers), self._polled
+        silent = {
+            name: {"age": round(now - at, 1), "status": status}
+            for name, (at, status) in answers.items()
+            if statuses[name] is None
+        }
+        age = None if polled is None else round(now - polled, 3)
+        return {**self._facts, "age": age, "statuses": statuses, "last_answers": silent}
+
+
+class Monitor:
+    """Polls and serves, each in a thread of its own, from entering to leaving the context."""
+
+    def __init__(self, manifest: Manifest, own: int, source: Source, host: str, port: int) -> None:
+        self.board = Board(manifest, own)
+        self._source = source
+        self._server = _Server(host, port, self.board)
+        self.url = self._server.url
+
+    def __enter__(self) -> Self:
+        self._stopping = threading.Event()
+        self._pool = ThreadPoolExecutor(2, "monitor")
+        self._work: list[Future[None]] = [
+            self._pool.submit(self._server.serve_forever, 0.1),
+            self._pool.submit(lambda: asyncio.run(self._poll())),
+        ]
+        for each in self._work:
+            each.add_done_callback(lambda _: self._stopping.set())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._server.shutdown()
+        self._pool.shutdown()
+        self._server.server_close()
+        for each in self._work:
+            each.result()
+
+    def wait(self) -> None:
+        """Until it is stopped, or fails."""
+        self._stopping.wait()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def _poll(self) -> None:
+        async with self._source() as ask:
+            loop = asyncio.get_running_loop()
+            while not self._stopping.is_set():
+                due = loop.time() + POLL_SECONDS
+                self.board.put(await ask())
+                while loop.time() < due and not self._stopping.is_set():
+                    await asyncio.sleep(0.05)
+
+
+def serve(
+    manifest: Manifest, own: int, key: Path, host: str, port: int, on_ready: Callable[[str], None]
+) -> None:
+    """Serve the status page until Ctrl-C or SIGTERM."""
+    private = read_key(key, manifest.members[own])
+
+    @asynccontextmanager
+    async def source() -> Any:
+        observer = Observer(manifest, own, private)
+        try:
+            yield observer.ask
+        finally:
+            await observer.close()
+
+    with Monitor(manifest, own, source, host, port) as monitor:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, lambda *_: monitor.stop()) for number in numbers]
+        try:
+            on_ready(monitor.url)
+            monitor.wait()
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+
+class _Server(ThreadingHTTPServer):
+    def __init__(self, host: str, port: int, board: Board) -> None:
+        self.address_family = AF_INET6 if ":" in host else AF_INET
+        self.board, self.page = board, PAGE.read_bytes()
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError, UnicodeError) as error:
+            words = getattr(error, "strerror", None) or error
+            raise ValueError(f"cannot serve the status page on {host}:{port}: {words}. See --host and --port.") from None
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
+        self.local = _is_loopback(str(self.server_address[0]))
+        self.policy = _policy(self.page.decode())
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's asks the name service, which can take long
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Somebody who hangs up is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    server_version, sys_version = "byzpg", ""
+    timeout = 10.0  # for a request; whoever takes longer is cut off
+
+    def do_GET(self) -> None:
+        if self.server.local and not _is_loopback(self._asked_host()):
+            # A website elsewhere can give its name this machine's address, and read what its visitors' browsers get.
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+        elif self.path == "/":
+            self._answer("text/html; charset=utf-8", self.server.page)
+        elif self.path == "/status.json":
+            content = json.dumps(self.server.board.as_data(), allow_nan=False)
+            self._answer("application/json", content.encode())
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    do_HEAD = do_GET
+
+    def _refuse(self) -> None:
+        self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
+
+    def _asked_host(self) -> str:
+        return re.sub(r":\d+$", "", self.headers.get("Host", "")).strip("[]")
+
+    def _answer(self, kind: str, content: bytes) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            with suppress(ConnectionError):
+                self.wfile.write(content)
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        super().send_response(code, message)
+        if code == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        for name, value in {
+            "Content-Security-Policy": self.server.policy,
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-store",
+        }.items():
+            self.send_header(name, value)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing below the command line prints."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _policy(page: str) -> str:
+    """Only the page's own script and style run, known by their hashes; data come from here alone."""
+
+    def hashes(tag: str) -> str:
+        contents = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return " ".join(f"'sha256-{base64.b64encode(sha256(each.encode()).digest()).decode()}'" for each in contents)
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -1,0 +1,47 @@
+"""A file of a few records that are overwritten in turn: written once, it is never moved, grown or cut again.
+
+That makes a record durable with one write and one flush of data, where a new file would need several of the directory.
+A record that a crash cut off fails its checksum and does not count; the one it was to replace is long out of use.
+"""
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+HEAD = struct.Struct("<QQI")  # number, length, checksum of the number and the content
+
+
+class Records:
+    """Contents by number, of which the last `num_slots` numbers are kept."""
+
+    def __init__(self, path: Path, num_slots: int, largest: int) -> None:
+        self._num_slots, self._slot_bytes = num_slots, HEAD.size + largest
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        if os.fstat(self._handle).st_size != num_slots * self._slot_bytes:
+            os.posix_fallocate(self._handle, 0, num_slots * self._slot_bytes)
+            os.fsync(self._handle)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def put(self, number: int, content: bytes) -> None:
+        """Keep a record; on return it is safe on the disk."""
+        head = HEAD.pack(number, len(content), _checksum(number, content))
+        os.pwritev(self._handle, [head, content], (number % self._num_slots) * self._slot_bytes)
+        os.fdatasync(self._handle)
+
+    def read(self) -> dict[int, bytes]:
+        """All records that are whole."""
+        found = {}
+        for slot in range(self._num_slots):
+            number, length, checksum = HEAD.unpack(os.pread(self._handle, HEAD.size, slot * self._slot_bytes))
+            if 0 < length <= self._slot_bytes - HEAD.size:
+                content = os.pread(self._handle, length, slot * self._slot_bytes + HEAD.size)
+                if checksum == _checksum(number, content):
+                    found[number] = content
+        return found
+
+
+def _checksum(number: int, content: bytes) -> int:
+    return zlib.crc32(content, zlib.crc32(number.to_bytes(8, "little")))

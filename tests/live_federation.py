@@ -1,0 +1,184 @@
+"""Real federations for tests: one process per member, over real sockets, if asked for in network namespaces."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from byzpg.config import Config
+from byzpg.live.identity import generate, write_identity
+from byzpg.live.manifest import FIXED, Manifest, Times, new_manifest
+
+NAMES = ("alice", "bob", "carol", "dave", "erin")
+PATIENCE = 240.0  # seconds until a condition counts as never met; machines are shared and slow
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Wait for a condition; time only decides when to give up."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.05)
+    return found
+
+
+def free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def found(folder: Path, addresses: list[str], times: Times, rehearsal: bool = True, **options: Any) -> Manifest:
+    """Keys and manifest of a federation that tolerates one fault."""
+    made = [generate(name, address) for name, address in zip(NAMES, addresses, strict=True)]
+    for identity in made:
+        write_identity(folder, *identity)
+    training = Config(num_agents=len(NAMES), num_declared=1, num_byzantine=0, num_seeds=1, **options).resolved()
+    chosen = {name: value for name, value in training.as_data().items() if name not in FIXED}
+    manifest = new_manifest([member for member, _ in made], 1, chosen, times, rehearsal)
+    manifest.write(folder / "federation.toml")
+    return manifest
+
+
+@dataclass
+class Federation:
+    """The processes of a federation."""
+
+    folder: Path
+    manifest: Manifest
+    namespaces: dict[str, str] = field(default_factory=dict)  # by member
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def inside(self, name: str, command: list[str]) -> list[str]:
+        return ["ip", "netns", "exec", self.namespaces[name], *command] if self.namespaces else command
+
+    def start(self, name: str, *options: str) -> None:
+        command = [sys.executable, "-m", "byzpg", "peer", str(self.folder / "federation.toml"), "--name", name]
+        with (self.folder / f"{name}.out").open("ab") as output:
+            self.processes[name] = subprocess.Popen(
+                self.inside(name, [*command, "--directory", str(self.directory(name)), *options]),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def start_all(self, *options: str, liar: str | None = None) -> None:
+        """All members, the last one as a liar if told so; the first compiles what the others then find in the cache."""
+        for name in NAMES:
+            self.start(name, *options, *(["--attack", liar] if liar is not None and name == NAMES[-1] else []))
+            if name == NAMES[0]:
+                until(lambda: self.processes[NAMES[0]].poll() is not None or self.events(NAMES[0], "ready"), "it is up")
+
+    def directory(self, name: str) -> Path:
+        return self.folder / name
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.processes[name].send_signal(number)
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def events(self, name: str, event: str | None = None) -> list[dict[str, Any]]:
+        path = self.directory(name) / "log.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+        loaded = [json.loads(line) for line in lines]
+        return [line for line in loaded if event in (None, line["event"])]
+
+    def iteration(self, name: str) -> int:
+        """How many iterations a member has done."""
+        done = self.events(name, "iteration")
+        return done[-1]["iteration"] if done else 0
+
+    def wait_for_iterations(self, more: int, *names: str) -> None:
+        """Until members have done so many more."""
+        aims = {name: self.iteration(name) + more for name in names}
+        for name, aim in aims.items():
+            until(lambda name=name, aim=aim: self.iteration(name) >= aim, f"{name} has done {aim} iterations")
+
+    def wait_until_together(self, *names: str) -> None:
+        """Until members do the same iterations again, each with messages from all of `names`."""
+        start = max(self.iteration(name) for name in names)
+        for name in names:
+            until(lambda name=name: self.iteration(name) > start + 2, f"{name} is with the others again")
+
+    def finish(self) -> dict[str, int]:
+        """The exit codes, once all have ended."""
+        return {name: process.wait(PATIENCE) for name, process in self.processes.items()}
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+
+@contextmanager
+def on_loopback(folder: Path, times: Times, **options: Any) -> Iterator[Federation]:
+    """A federation on this machine, not started yet."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(NAMES))]
+    federation = Federation(folder, found(folder, addresses, times, **options))
+    try:
+        yield federation
+    finally:
+        federation.stop()
+
+
+def run(*command: str, given: str | None = None) -> str:
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+@contextmanager
+def in_namespaces(folder: Path, times: Times, **options: Any) -> Iterator[Federation]:
+    """A federation with a network namespace per member, joined by a bridge, and one more for an outsider."""
+    for tool, package in (("ip", "iproute2"), ("nft", "nftables")):
+        assert shutil.which(tool), f"these tests need {tool}: apt-get install {package}"
+    assert os.geteuid() == 0, "these tests make network namespaces: run them as root"
+    prefix = f"bz{os.getpid()}"
+    hub, everyone = f"{prefix}hub", (*NAMES, "outsider")
+    spaces = {name: f"{prefix}{name}" for name in everyone}
+    try:
+        run("ip", "netns", "add", hub)
+        run("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
+        run("ip", "-n", hub, "link", "set", "bridge0", "up")
+        for number, space in enumerate(spaces.values(), 1):
+            run("ip", "netns", "add", space)
+            run("ip", "-n", hub, "link", "add", f"to{number}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            run("ip", "-n", hub, "link", "set", f"to{number}", "master", "bridge0", "up")
+            run("ip", "-n", space, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            run("ip", "-n", space, "link", "set", "eth0", "up")
+            run("ip", "-n", space, "link", "set", "lo", "up")
+        addresses = [f"10.77.0.{number}:7700" for number in range(1, len(NAMES) + 1)]
+        federation = Federation(folder, found(folder, addresses, times, **options), spaces)
+        try:
+            yield federation
+        finally:
+            federation.stop()
+    finally:
+        for space in (*spaces.values(), hub):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+def drop(federation: Federation, name: str, percent: int) -> None:
+    """Lose this share of all packets that reach a member; 0: none any more."""
+    rules = "flush ruleset\n"
+    if percent:
+        for hook, device in (("input", "iifname"), ("output", "oifname")):
+            rules += (
+                f"table inet {hook}_faults {{ chain {hook} {{ type filter hook {hook} priority 0; "
+                f'{device} "eth0" numgen random mod 100 <= {percent - 1} drop; }}; }}\n'
+            )
+    run("ip", "netns", "exec", federation.namespaces[name], "nft", "-f", "-", given=rules)

@@ -1,0 +1,726 @@
+"""A federation in memory: a network, disks, crashes and liars, all of them drawn from one seed.
+
+Every member but the liars is `live.peer.Peer` without its input and output: it carries out the protocol's actions in
+order, computes one thing after the other, and after a crash goes on from its disk. A crash can come before any action.
+`World.run` raises `Violation` where the protocol breaks a promise; `python tests/live_world.py SEED` prints the trace.
+"""
+
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+from heapq import heappop, heappush
+from itertools import combinations
+from math import log
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from byzpg.agreement import MDA
+from byzpg.live.protocol import (
+    NOTHING,
+    Action,
+    Adopt,
+    Alarm,
+    Begin,
+    Combine,
+    Count,
+    Course,
+    Evidence,
+    Finished,
+    Forget,
+    Kind,
+    Log,
+    Message,
+    Protocol,
+    Receipt,
+    Send,
+    SendState,
+    SetTimer,
+)
+
+# In units of a message's usual delay. The long linger outlasts every fault and what it takes to recover from it.
+GRACE, START_GRACE, LINGER, LONG_LINGER, RETRY, FLUSH = 4.0, 10.0, 40.0, 250.0, 5.0, 1.0
+LAST_FAULT, LONGEST_FAULT, PATIENCE = 25.0, 60.0, 1500.0
+MOST_EVENTS = 60_000
+ROUNDING = 1e-9
+STEP_SIZE = 0.5
+
+
+class Violation(AssertionError):
+    """A promise of the protocol was broken."""
+
+
+class Crash(Exception):
+    """A member stops, here and now."""
+
+
+# Vectors: of the plane, as complex numbers; in one dimension the imaginary part is 0.
+
+
+def to_vector(point: complex) -> np.ndarray:
+    return np.array((point.real, point.imag))
+
+
+def to_point(vector: np.ndarray) -> complex:
+    return complex(*vector.tolist())
+
+
+def diameter(points: list[complex]) -> float:
+    return max((abs(one - other) for one, other in combinations(points, 2)), default=0.0)
+
+
+def trimmed_mean(points: list[complex], trim: int) -> complex:
+    def of(values: list[float]) -> float:
+        kept = sorted(values)[trim : len(values) - trim]
+        return sum(kept) / len(kept)
+
+    return complex(of([point.real for point in points]), of([point.imag for point in points]))
+
+
+def median(points: list[complex]) -> complex:
+    return trimmed_mean(points, (len(points) - 1) // 2)
+
+
+@lru_cache
+def subsets(count: int, size: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every subset, and the places of its pairs in the list of all pairs."""
+    places = {pair: place for place, pair in enumerate(combinations(range(count), 2))}
+    return [
+        (chosen, tuple(places[pair] for pair in combinations(chosen, 2))) for chosen in combinations(range(count), size)
+    ]
+
+
+def least_diameter_mean(points: list[complex], size: int) -> complex:
+    """Exact MDA, by listing every subset."""
+    if len(points) > size:
+        distances = [abs(one - other) for one, other in combinations(points, 2)]
+        chosen = min(subsets(len(points), size), key=lambda each: max([distances[place] for place in each[1]]))[0]
+        points = [points[place] for place in chosen]
+    return sum(points) / len(points)
+
+
+# Signatures: a token that takes the signer's secret to make.
+
+
+def digest_of(vector: np.ndarray, receipts: tuple[Receipt, ...]) -> bytes:
+    content = b"".join([bytes((each.sender,)) + each.digest + each.signature for each in receipts]) + vector.tobytes()
+    return blake2b(content, digest_size=8).digest()
+
+
+class Secret(NamedTuple):
+    owner: int
+    token: bytes
+
+    def sign(self, kind: Kind, step: int, digest: bytes) -> bytes:
+        return self.token + struct.pack("<i", step) + kind[:1].encode() + digest
+
+    def seal(self, kind: Kind, step: int, vector: np.ndarray, receipts: tuple[Receipt, ...]) -> Message:
+        digest = digest_of(vector, receipts)
+        return Message(kind, self.owner, step, vector, receipts, digest, self.sign(kind, step, digest))
+
+
+class Member:
+    """One member: `Peer`, on a simulated disk."""
+
+    liar = False
+
+    def __init__(self, world: "World", own: int) -> None:
+        self.world, self.own = world, own
+        self.course = Course(world.num_members, world.num_faulty, own, world.rounds, world.num_iterations)
+        self.secret = world.secrets[own]
+        self.target = world.targets[own]
+        self.effort = 3.0 if own == world.slow else 0.5  # how long it computes
+        # The disk
+        self.outbox: dict[int, Message] = {}
+        self.checkpoint: tuple[int, complex] | None = None
+        # Life
+        self.up = self.finished = self.recovering = False
+        self.fuse: int | None = None  # a crash after so many more actions
+        self.life = 0
+        self.awake()
+
+    def awake(self) -> None:
+        """As `Peer.__init__`; `start` comes later, and messages may come before it."""
+        self.life += 1
+        self.up = True
+        self.state = 0j if self.checkpoint is None else self.checkpoint[1]
+        self.advanced = self.state
+        self.held = self.checkpoint
+        self.jobs: deque[Callable[[], list[Action]]] = deque()
+        self.firsts: dict[tuple[int, int], Message] = {}  # the first message of a step from a sender, in time
+        self.sealed: set[int] = set()  # steps whose message was made in this life
+        self.accusations: set[tuple[int, int]] = set()
+        self.protocol = self.world.protocol(
+            self.course,
+            self.seal,
+            lambda step: Message("ask", self.own, step, NOTHING, (), b"", b""),
+            self.world.verify,
+            0 if self.checkpoint is None else self.checkpoint[0],
+            self.checkpoint is not None,
+            dict(self.outbox),
+        )
+        self.world.after(self.world.drawn(1.0), self.guarded, self.life, self.start)
+
+    def seal(self, step: int, vector: np.ndarray, receipts: tuple[Receipt, ...]) -> Message:
+        self.sealed.add(step)
+        return self.secret.seal("vector", step, vector, receipts)
+
+    def start(self) -> None:
+        self.do(self.protocol.start())
+
+    def guarded(self, life: int, event: Callable[..., None], *arguments: Any) -> None:
+        """Something that happens to a member, unless it has crashed since."""
+        if self.up and life == self.life:
+            try:
+                event(*arguments)
+            except Crash:
+                self.crash()
+
+    def crash(self) -> None:
+        self.world.note("crash", self.own)
+        self.up, self.fuse, self.recovering = False, None, True
+        self.jobs.clear()
+
+    def burn(self) -> None:
+        """A place where a crash may come."""
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse < 0:
+                raise Crash
+
+    # Actions
+
+    def do(self, actions: list[Action]) -> None:
+        world = self.world
+        for action in actions:
+            if self.fuse is not None:
+                self.burn()
+            kind = type(action)
+            if kind is Send:
+                self.send(action.to, action.message)  # pyright: ignore
+                continue
+            if kind is Count:
+                continue
+            if world.trace is not None:
+                world.note("do", self.own, _brief(action))
+            match action:
+                case SetTimer(timer, step):
+                    seconds = RETRY
+                    if timer == "grace":
+                        seconds = {0: START_GRACE, self.course.last: world.linger}.get(step, GRACE)
+                    world.after(seconds * (0.5 + world.random()), self.guarded, self.life, self.fire, timer, step)
+                case Log(message):
+                    self.outbox[message.step] = message
+                case Combine():
+                    self.check_combine(action)
+                    self.queue(lambda action=action: self.combine(action))
+                case Begin(iteration):
+                    self.queue(lambda iteration=iteration: self.begin(iteration))
+                case Adopt():
+                    self.check_adopt(action)
+                    self.queue(lambda action=action: self.adopt(action))
+                case SendState(to):
+                    self.send_state(to)
+                case Forget(before):
+                    for step in [step for step in self.outbox if 0 < step < before]:
+                        del self.outbox[step]
+                case Evidence(first, second):
+                    self.check_evidence(first, second)
+                case Finished():
+                    self.finished, self.fuse = True, None
+                    world.left(self)
+                    world.after(FLUSH, self.leave)
+                case Alarm():
+                    pass
+
+    def leave(self) -> None:
+        self.up = False
+
+    def send(self, to: int, message: Message) -> None:
+        if message.kind == "vector":
+            self.world.check_sent(self, message)
+        self.world.post(to, message)
+
+    def send_state(self, to: int) -> None:
+        assert self.held is not None
+        iteration, state = self.held
+        self.world.post(to, self.secret.seal("state", self.course.first_step(iteration), to_vector(state), ()))
+
+    def fire(self, timer: Any, step: int) -> None:
+        if not self.finished:
+            self.do(self.protocol.timer_fired(timer, step))
+
+    def receive(self, message: Message) -> None:
+        """A message over the network."""
+        if self.world.trace is not None:
+            self.world.note("get", self.own, _brief(message))
+        if message.kind == "vector" and message.step in (self.protocol.step, self.protocol.step + 1):
+            self.firsts.setdefault((message.step, message.sender), message)
+        self.do(self.protocol.received(message))
+        if message.sender in self.world.liars or message.kind == "state":
+            self.check_memory()
+
+    # Computing
+
+    def queue(self, job: Callable[[], list[Action]]) -> None:
+        self.jobs.append(job)
+        if len(self.jobs) == 1:
+            self.world.after(self.world.drawn(self.effort), self.guarded, self.life, self.work)
+
+    def work(self) -> None:
+        self.burn()
+        actions = self.jobs[0]()
+        self.burn()
+        self.do(actions)
+        self.jobs.popleft()
+        if self.jobs:
+            self.world.after(self.world.drawn(self.effort), self.guarded, self.life, self.work)
+
+    def saved(self, iteration: int) -> None:
+        self.burn()
+        self.checkpoint = iteration, self.state
+        if not self.liar:
+            self.world.states.setdefault(iteration, {})[self.own] = self.state
+        self.burn()
+
+    def begin(self, iteration: int) -> list[Action]:
+        gradient = self.target * (1 + iteration) - self.state
+        return self.protocol.computed(self.course.first_step(iteration), to_vector(gradient))
+
+    def combine(self, action: Combine) -> list[Action]:
+        step, course = action.step, self.course
+        if step == 0:
+            self.saved(0)
+            self.held = self.checkpoint
+            return self.protocol.finished(0)
+        phase, iteration = course.phase(step), course.iteration(step)
+        points = [to_point(message.vector) for message in action.messages if message is not None]
+        if phase == 0:
+            trim = max(0, course.num_faulty - (course.num_members - len(points)))
+            result = self.advanced = self.state + STEP_SIZE * trimmed_mean(points, trim)
+        else:
+            result = least_diameter_mean(points, course.quorum)
+            self.world.agreed(self, action, result)
+        if phase < course.rounds:
+            return self.protocol.computed(step + 1, to_vector(result))
+        self.state = result
+        self.saved(iteration + 1)
+        self.held = self.checkpoint
+        return self.protocol.finished(step)
+
+    def adopt(self, action: Adopt) -> list[Action]:
+        points = [to_point(message.vector) for message in action.states if message is not None]
+        self.state = least_diameter_mean([*points, median(points)], self.course.quorum)
+        self.world.adopted(self, action, self.state)
+        self.saved(action.iteration)
+        self.held = self.checkpoint
+        return self.protocol.adopted(action.iteration)
+
+    # Promises
+
+    def check_combine(self, action: Combine) -> None:
+        world, step = self.world, action.step
+        present = [message for message in action.messages if message is not None]
+        own = action.messages[self.own]
+        world.require(len(present) >= self.course.quorum, f"{self.own} ended step {step} with {len(present)} messages")
+        world.require(own is not None and own is self.outbox.get(step), f"{self.own} ended step {step} without its own")
+        world.require(
+            all(message.sender == k for k, message in enumerate(action.messages) if message is not None),
+            f"{self.own} counted a message in another's place",
+        )
+        assert own is not None
+        theirs = {receipt.sender: receipt.digest for receipt in own.receipts}
+        for message in present:
+            if message is own:
+                continue
+            world.require(
+                message is self.firsts.get((step, message.sender)),
+                f"{self.own} did not count the first message of {message.sender} in step {step}",
+            )
+            if step in self.sealed and message.sender not in world.liars:
+                for receipt in message.receipts:
+                    if theirs.get(receipt.sender, receipt.digest) != receipt.digest:
+                        world.require(
+                            (receipt.sender, receipt.step) in self.accusations,
+                            f"{self.own} did not accuse {receipt.sender} of two messages for step {receipt.step}",
+                        )
+                        world.counts["accused"] += 1
+        self.check_memory()
+
+    def check_adopt(self, action: Adopt) -> None:
+        states = [state for state in action.states if state is not None]
+        first = self.course.first_step(action.iteration)
+        self.world.require(
+            len(states) >= self.course.quorum and all(state.step == first for state in states),
+            f"{self.own} adopts {len(states)} states for iteration {action.iteration}",
+        )
+        held = 0 if self.checkpoint is None else self.checkpoint[0]
+        self.world.require(action.iteration > held, f"{self.own} goes back to iteration {action.iteration}")
+
+    def check_evidence(self, first: Receipt, second: Receipt) -> None:
+        world = self.world
+        sound = first[:2] == second[:2] and first.digest != second.digest
+        world.require(sound and world.verify(first) and world.verify(second), f"{self.own} has evidence of nothing")
+        world.require(first.sender in world.liars, f"{self.own} accuses {first.sender}, who is honest")
+        self.accusations.add((first.sender, first.step))
+
+    def check_memory(self) -> None:
+        """Kept: this step and the next; receipts of two steps more; two states a sender; two iterations of own messages."""
+        members, protocol = self.course.num_members, self.protocol
+        for what, kept, most in (
+            ("messages", sum(map(len, protocol._inbox.values())), 2 * members),
+            ("receipts", sum(map(len, protocol._seen.values())), 4 * members),
+            ("states", sum(map(len, protocol._states.values())), 2 * (members - 1)),
+            ("own messages", len(protocol.sent), 2 * self.course.per_iteration + 1),
+            ("logged messages", len(self.outbox), 2 * self.course.per_iteration + 1),
+        ):
+            self.world.require(kept <= most, f"{self.own} keeps {kept} {what}, more than {most}")
+
+
+class Liar(Member):
+    """A member that follows the protocol where it likes, and can sign what it likes, in its own name."""
+
+    liar = True
+
+    def __init__(self, world: "World", own: int) -> None:
+        super().__init__(world, own)
+        self.style = world.rng.choice(("equivocate", "equivocate", "chaos", "chaos", "silent", "subtle"))
+        self.said: list[Message] = []
+        self.lies_left = 12
+        if self.style == "chaos":
+            world.after(world.drawn(3.0), self.lie)
+
+    def check_combine(self, action: Combine) -> None:
+        pass
+
+    def check_adopt(self, action: Adopt) -> None:
+        pass
+
+    def check_evidence(self, first: Receipt, second: Receipt) -> None:
+        pass
+
+    def check_memory(self) -> None:
+        pass
+
+    def say(self, to: int, message: Message) -> None:
+        self.said.append(message)
+        self.world.post(to, message)
+
+    def nonsense(self) -> np.ndarray:
+        random = self.world.rng
+        size = random.choice((1e-3, 1.0, 1e3, 1e12))
+        return to_vector(complex(random.uniform(-size, size), random.uniform(-size, size)))
+
+    def send(self, to: int, message: Message) -> None:
+        random = self.world.random()
+        if self.style == "silent" or (self.style == "chaos" and random < 0.2):
+            return
+        if self.style == "subtle" or message.kind != "vector":
+            self.say(to, message)
+            return
+        if random < 0.3:
+            self.say(to, message)
+        if random > 0.2:
+            vector = self.nonsense() if len(message.vector) else message.vector
+            receipts = message.receipts if random < 0.8 else message.receipts[1:]
+            self.say(to, self.secret.seal("vector", message.step, vector, receipts))
+
+    def send_state(self, to: int) -> None:
+        if self.style == "subtle":
+            super().send_state(to)
+        elif self.style != "silent":
+            assert self.held is not None
+            self.say(to, self.secret.seal("state", self.course.first_step(self.held[0]), self.nonsense(), ()))
+
+    def lie(self) -> None:
+        """Something out of nothing."""
+        random, course = self.world.rng, self.course
+        step = random.choice((0, 1, self.protocol.step, self.protocol.step, self.protocol.step + 1, course.last))
+        match random.randrange(5):
+            case 0 if self.said:
+                message = random.choice(self.said)
+            case 1:
+                message = Message("ask", self.own, step, NOTHING, (), b"", b"")
+            case 2:
+                first = course.first_step(random.randrange(course.num_iterations + 1))
+                message = self.secret.seal("state", first, self.nonsense(), ())
+            case _:
+                receipts = [
+                    Receipt(other, step - 1, random.randbytes(8), self.secret.token + random.randbytes(13))
+                    for other in range(course.num_members)
+                    if other != self.own and random.random() < 0.5
+                ]
+                vector = NOTHING if course.is_barrier(step) else self.nonsense()
+                message = self.secret.seal("vector", step, vector, tuple(receipts))
+        for to in range(course.num_members):
+            if to != self.own and random.random() < 0.6:
+                self.say(to, message)
+        self.lies_left -= 1
+        if self.lies_left and self.up:
+            self.world.after(self.world.drawn(3.0), self.lie)
+
+
+class World:
+    """One federation, from its start to its end."""
+
+    def __init__(self, seed: int, protocol: type[Protocol] = Protocol, traced: bool = False) -> None:
+        self.seed, self.protocol, self.trace = seed, protocol, [] if traced else None
+        random = self.rng = Random(seed)
+        self.random = random.random
+        shape = random.random()
+        self.num_members, self.num_faulty = (5, 1) if shape < 0.85 else (4, 0) if shape < 0.95 else (9, 2)
+        self.rounds = 1 if random.random() < 0.7 else 2
+        self.num_iterations = 3 if random.random() < 0.3 else 2
+        self.plane = random.random() < 0.5
+        self.loss = random.choice((0.0, 0.0, 0.05, 0.3))
+        self.twice = random.choice((0.0, 0.0, 0.1))
+        self.pace = random.choice((0.2, 0.7, 2.0))
+        self.slow = random.randrange(self.num_members) if random.random() < 0.3 else None
+        # Beyond f: for a while more members are in trouble than the protocol tolerates.
+        self.beyond = random.random() < 0.2
+        self.must_end = True
+        liars = (
+            0
+            if random.random() < 0.5
+            else random.randrange(self.num_faulty + 1)
+            if self.num_faulty > 1
+            else self.num_faulty
+        )
+        self.liars = set(random.sample(range(self.num_members), liars))
+
+        self.now, self.serial, self.events = 0.0, 0, 0
+        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.blocked: set[tuple[int, int]] = set()
+        self.sent: dict[int, dict[int, Message]] = {}  # by step and honest sender
+        self.results: dict[int, list[complex]] = {}  # of agreement, by step, where enough had come
+        self.states: dict[int, dict[int, complex]] = {}  # at the beginning of an iteration
+        self.counts = dict.fromkeys(("accused", "adopted", "crashes", "partitions", "agreed", "stuck"), 0)
+        self.secrets = [Secret(k, random.randbytes(6)) for k in range(self.num_members)]
+        self.targets = [
+            complex(random.uniform(-1, 1), random.uniform(-1, 1) if self.plane else 0) for _ in range(self.num_members)
+        ]
+        self.members = [Liar(self, k) if k in self.liars else Member(self, k) for k in range(self.num_members)]
+        self.honest = [member for member in self.members if not member.liar]
+        self.waiting = len(self.honest)
+        self.linger = LONG_LINGER
+        if self.beyond:
+            begin = random.uniform(0, LAST_FAULT)
+            self.healing = begin + random.uniform(1, LONGEST_FAULT)
+            for _ in range(random.randrange(1, self.num_members + 1)):
+                self.after(random.uniform(begin, self.healing), self.fault, 0)
+            self.after(self.healing, self.heal_all)
+        else:
+            self.healing = PATIENCE
+            num_faults = random.randrange(5) if len(self.liars) < self.num_faulty else 0
+            for _ in range(num_faults):
+                self.after(random.uniform(0, LAST_FAULT), self.fault, 3)
+            self.linger = LONG_LINGER if num_faults else LINGER
+
+    # Time
+
+    def drawn(self, mean: float) -> float:
+        return -mean * log(1 - self.random())
+
+    def after(self, seconds: float, event: Callable[..., None], *arguments: Any) -> None:
+        self.serial += 1
+        heappush(self.heap, (self.now + seconds, self.serial, event, arguments))
+
+    def run(self) -> "World":
+        heap = self.heap
+        while self.waiting:
+            self.events += 1
+            if self.events > MOST_EVENTS or self.now > PATIENCE:
+                self.require(not self.must_end, f"{self.waiting} honest members never finish")
+                self.counts["stuck"] += 1
+                break
+            self.now, _, event, arguments = heappop(heap)
+            event(*arguments)
+        self.check_agreement()
+        for member in self.honest:
+            member.check_memory()
+        return self
+
+    def note(self, what: str, *words: Any) -> None:
+        if self.trace is not None:
+            self.trace.append(f"{self.now:9.3f} {what:6} " + " ".join(map(str, words)))
+
+    def require(self, condition: bool, words: str) -> None:
+        if not condition:
+            raise Violation(f"seed {self.seed}, at {self.now:.3f}: {words}; python tests/live_world.py {self.seed}")
+
+    # The network
+
+    def post(self, to: int, message: Message) -> None:
+        if (message.sender, to) in self.blocked or (self.loss and self.random() < self.loss):
+            return
+        self.after(self.drawn(self.pace), self.deliver, to, message)
+        if self.twice and self.random() < self.twice:
+            self.after(self.drawn(4 * self.pace), self.deliver, to, message)
+
+    def deliver(self, to: int, message: Message) -> None:
+        member = self.members[to]
+        if member.up and (message.sender, to) not in self.blocked:
+            member.guarded(member.life, member.receive, message)
+
+    def link(self, one: int, other: int) -> None:
+        for own, to in ((one, other), (other, one)):
+            member = self.members[own]
+            if member.up and self.members[to].up and (own, to) not in self.blocked and not member.finished:
+                member.guarded(member.life, lambda member=member, to=to: member.do(member.protocol.linked(to)))
+
+    def verify(self, receipt: Receipt) -> bool:
+        return receipt.signature == self.secrets[receipt.sender].sign("vector", receipt.step, receipt.digest)
+
+    # Faults
+
+    def in_trouble(self, member: Member) -> bool:
+        """Whether a member is down, about to be, cut off, or has been and is still behind."""
+        if not member.up or member.fuse is not None or any(member.own in pair for pair in self.troubled_links(member)):
+            return not member.finished
+        furthest = max(each.protocol.step for each in self.honest)
+        if member.recovering and member.protocol.step >= furthest - 1:
+            member.recovering = False
+        return member.recovering
+
+    def troubled_links(self, member: Member) -> list[tuple[int, int]]:
+        return [pair for pair in self.blocked if pair[0] == member.own] if member.recovering else []
+
+    def fault(self, again: int) -> None:
+        """Something happens to an honest member, if it may."""
+        sound = [member for member in self.honest if member.up and not member.finished and not self.in_trouble(member)]
+        trouble = sum(not member.finished and self.in_trouble(member) for member in self.honest)
+        if not sound:
+            return
+        if not self.beyond and len(self.liars) + trouble >= self.num_faulty:
+            if again:
+                self.after(self.drawn(5.0), self.fault, again - 1)
+            return
+        member = self.rng.choice(sound)
+        longest = LONGEST_FAULT if self.random() < 0.4 else LONGEST_FAULT / 4
+        seconds = min(self.rng.uniform(1, longest), self.healing - self.now)
+        member.recovering = True
+        if self.random() < 0.6:
+            self.counts["crashes"] += 1
+            member.fuse = self.rng.randrange(20)
+            self.note("fault", member.own, "crashes after", member.fuse)
+            self.after(seconds, self.restart, member)
+            return
+        self.counts["partitions"] += 1
+        others = [k for k in range(self.num_members) if k != member.own]
+        chosen = self.rng.sample(others, self.rng.randrange(1, len(others) + 1))
+        self.note("fault", member.own, "is cut off from", chosen)
+        for other in chosen:
+            self.blocked |= {(member.own, other), (other, member.own)}
+        self.after(seconds, self.mend, member, chosen)
+
+    def restart(self, member: Member) -> None:
+        if member.fuse is not None:  # it has done little in this time
+            member.guarded(member.life, member.crash)
+        if member.up or member.finished:
+            return
+        self.note("start", member.own)
+        member.awake()
+        for other in range(self.num_members):
+            if other != member.own:
+                self.after(self.drawn(1.0), self.link, member.own, other)
+
+    def mend(self, member: Member, others: list[int]) -> None:
+        self.note("mend", member.own, others)
+        for other in others:
+            self.blocked -= {(member.own, other), (other, member.own)}
+            self.after(self.drawn(1.0), self.link, member.own, other)
+
+    def heal_all(self) -> None:
+        """The end of all trouble. Those too far behind need K − f others who are not."""
+        self.beyond = False
+        for member in self.honest:
+            self.mend(member, [k for k in range(self.num_members) if (member.own, k) in self.blocked])
+            self.restart(member)
+        reached = [0 if member.checkpoint is None else member.checkpoint[0] for member in self.honest]
+        far_behind = sum(iteration < max(reached) - 1 for iteration in reached)
+        self.must_end = far_behind + len(self.liars) <= self.num_faulty or not far_behind
+        self.note("heal", reached, self.must_end)
+
+    def left(self, member: Member) -> None:
+        if not member.liar:
+            self.waiting -= 1
+
+    # Promises
+
+    def check_sent(self, member: Member, message: Message) -> None:
+        """What has left an honest member is never contradicted, over all its lives."""
+        known = self.sent.setdefault(message.step, {}).setdefault(member.own, message)
+        if known is not message:
+            same = known.receipt == message.receipt
+            self.require(same, f"{member.own} contradicts itself in step {message.step}")
+
+    def agreed(self, member: Member, action: Combine, result: complex) -> None:
+        came = sum(message is not None and message.sender not in self.liars for message in action.messages)
+        if not member.liar and len(self.honest) - came + len(self.liars) <= self.num_faulty:
+            self.results.setdefault(action.step, []).append(result)
+            self.counts["agreed"] += 1
+
+    def check_agreement(self) -> None:
+        """Honest results are nearer to each other than the honest vectors were, by the rule's factor."""
+        factor = MDA().contraction(self.num_members, self.num_faulty)
+        for step, results in self.results.items():
+            before = [to_point(message.vector) for message in self.sent[step].values()]
+            bound = factor * diameter(before) + ROUNDING * (1 + max(map(abs, before)))
+            found = diameter(results)
+            self.require(found <= bound, f"results of step {step} are {found} apart, more than {bound}")
+
+    def adopted(self, member: Member, action: Adopt, state: complex) -> None:
+        """An adopted state is near those of honest members, if few were missing."""
+        if member.liar:
+            return
+        self.counts["adopted"] += 1
+        honest = [k for k, each in enumerate(action.states) if each is not None and k not in self.liars]
+        missing = len(self.honest) - 1 - len(honest)
+        if missing + len(self.liars) <= self.num_faulty:
+            points = [self.states[action.iteration][k] for k in honest]
+            away, apart = min(abs(state - point) for point in points), diameter(points)
+            self.require(away <= 2 * apart + ROUNDING, f"{member.own} adopts a state that is {away} from all others")
+
+
+def _brief(action: Action | Message) -> str:
+    match action:
+        case Message():
+            return f"{action.kind} {action.step} from {action.sender} {action.digest.hex()[:6]}"
+        case Log(message):
+            return f"Log {_brief(message)}"
+        case Combine(step, messages):
+            return f"Combine {step} of {[k for k, message in enumerate(messages) if message is not None]}"
+        case Adopt(iteration, states):
+            return f"Adopt {iteration} of {[k for k, state in enumerate(states) if state is not None]}"
+        case Evidence(first, _):
+            return f"Evidence against {first.sender}, step {first.step}"
+        case _:
+            return str(action)
+
+
+def violation(seed: int, protocol: type[Protocol] = Protocol) -> str | None:
+    """What goes wrong with a seed, in words."""
+    try:
+        World(seed, protocol).run()
+    except Violation as found:
+        return str(found)
+    return None
+
+
+def main() -> None:
+    world = World(int(sys.argv[1]), traced=True)
+    try:
+        world.run()
+        print(f"seed {world.seed}: all is well; {world.events} events, {world.counts}")
+    except Violation as found:
+        print(found)
+    finally:
+        print("\n".join(world.trace or []))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Whole federations over real connections: what members learn, and that it is what the simulator says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from live_federation import NAMES, Federation, on_loopback, until
+
+from byzpg import Config, load
+from byzpg.live.learner import Learner
+from byzpg.live.manifest import Manifest, Times
+from byzpg.live.rehearsal import parse_attack
+from byzpg.live.wire import verify_evidence
+from byzpg.simulate import LARGE, SMALL
+
+SEED = 3
+SHORT: dict[str, Any] = {"horizon": 100, "large_batch": 6, "trajectories": 180, "seed": SEED}
+# Long enough that no shared machine makes a member late: with one missing, results would differ.
+PATIENT = Times(grace=120.0, start_grace=300.0)
+
+
+def trained(federation: Federation, attack: str | None) -> dict[str, np.ndarray]:
+    """θ of each member after the whole run, random numbers as in the simulator."""
+    federation.start_all("--seed", str(SEED), liar=attack)
+    codes = federation.finish()
+    assert set(codes.values()) == {0}, {name: (federation.folder / f"{name}.out").read_text() for name in NAMES}
+    return {name: load(federation.directory(name) / "run").parameters["last"][0, 0] for name in NAMES}
+
+
+def simulated(manifest: Manifest, **liars: Any) -> np.ndarray:
+    """θ [K, d] of the simulator after as many iterations."""
+    options = {"num_agents": len(NAMES), "num_declared": 1, "num_byzantine": 0, "num_seeds": 1}
+    settings = Config(**{**manifest.training, **options, **liars, "hidden": tuple(manifest.training["hidden"])})
+    resolved = settings.resolved()
+    simulation = resolved.simulation()
+    large = Learner(manifest.settings(), 0, np.zeros(2, np.uint32)).plan.large
+    batches = [LARGE if each else SMALL for each in large]
+    (state,), _ = simulation.run(simulation.start(), batches, 0)
+    return np.asarray(state.agents.parameters[0])
+
+
+@pytest.mark.parametrize("attack", [None, "Equivocate"])
+def test_members_learn_what_their_simulated_twins_learn(tmp_path: Path, attack: str | None) -> None:
+    """To 1e-6 after 30 iterations: how a sum of two products is rounded, a compiler decides program by program."""
+    with on_loopback(tmp_path, PATIENT, **SHORT) as federation:
+        found = trained(federation, attack)
+        liars = {} if attack is None else {"num_byzantine": 1, "attack": attack}
+        expected = simulated(federation.manifest, **liars)
+        for index, name in enumerate(NAMES):
+            np.testing.assert_allclose(found[name], expected[index], rtol=0, atol=1e-6)
+        first = federation.manifest.settings().simulation().start()[0].agents.parameters[0, 0]
+        assert np.max(np.abs(found["alice"] - np.asarray(first))) > 0.1, "something was learned"
+        assert len(federation.events("alice", "iteration")) == 30
+        accused = {event["sender"] for name in NAMES for event in federation.events(name, "equivocation")}
+        assert accused == (set() if attack is None else {"erin"})
+        if attack is not None:
+            evidence = sorted((federation.directory("alice") / "evidence").glob("*.json"))
+            proven = verify_evidence(federation.manifest, json.loads(evidence[0].read_text()))
+            assert "erin signed two different messages" in proven
+
+
+def last_return(federation: Federation, name: str) -> float:
+    returns = load(federation.directory(name) / "run").returns[0]
+    return float(np.mean(returns[-4:]))
+
+
+@pytest.mark.parametrize(("algorithm", "learns"), [("DecByzPG", True), ("Dec-PAGE-PG", False)])
+def test_honest_members_learn_beside_a_liar_unless_they_just_average(
+    tmp_path: Path, algorithm: str, learns: bool
+) -> None:
+    with on_loopback(tmp_path, PATIENT, algorithm=algorithm, trajectories=600, seed=SEED) as federation:
+        trained(federation, "SignFlip(scale=10.0)")
+        returns = [last_return(federation, name) for name in NAMES[:4]]
+        assert all(each >= 450 for each in returns) if learns else all(each < 100 for each in returns), returns
+
+
+@pytest.mark.parametrize("attack", ["garbage", "oversized", "slow", "NonFinite"])
+def test_breakers_of_the_wire_are_counted_and_left_out(tmp_path: Path, attack: str) -> None:
+    times = Times(grace=0.3, start_grace=300.0, retry=0.1, linger=2.0)
+    with on_loopback(tmp_path, times, horizon=30, large_batch=4, rounds=1, trajectories=20, seed=SEED) as federation:
+        federation.start_all(liar=attack)
+        for name in NAMES[:4]:
+            until(lambda name=name: federation.processes[name].poll() is not None, f"{name} has finished")
+            assert federation.processes[name].returncode == 0, (federation.folder / f"{name}.out").read_text()
+        without = [event for name in NAMES[:4] for event in federation.events(name, "without")]
+        assert without
+        assert all(event["missing"] == ["erin"] for event in without)
+        reasons = {event["reason"] for name in NAMES[:4] for event in federation.events(name, "rejected")}
+        refused = {event["reason"] for name in NAMES[:4] for event in federation.events(name, "refused")}
+        expected = {"garbage": "malformed", "oversized": "oversized", "slow": None, "NonFinite": "non-finite"}[attack]
+        assert expected is None or expected in reasons | refused
+
+
+def test_manifests_that_differ_refuse_each_other_and_say_why(tmp_path: Path) -> None:
+    with on_loopback(tmp_path, Times(start_grace=1.0, retry=0.1), **SHORT) as federation:
+        other = tmp_path / "other.toml"
+        text = (tmp_path / "federation.toml").read_text()
+        other.write_text(text.replace("large_batch = 6", "large_batch = 5"))
+        federation.start("alice")
+        command = [
+            sys.executable,
+            "-m",
+            "byzpg",
+            "peer",
+            str(other),
+            "--name",
+            "bob",
+            "--key",
+            str(tmp_path / "bob.key"),
+        ]
+        with (tmp_path / "bob.out").open("w") as output:
+            bob = subprocess.Popen([*command, "--directory", str(tmp_path / "bob")], stdout=output)
+        federation.processes["bob"] = bob
+        refused = until(lambda: federation.events("alice", "refused"), "alice refuses bob")
+        until(lambda: any(event["reason"] == "manifest" for event in federation.events("bob", "refused")), "bob knows")
+        words = " ".join(event["words"] for event in refused + federation.events("bob", "refused"))
+        assert "training.large_batch" in words
+        assert not federation.events("alice", "linked")
+
+
+def test_a_learner_draws_what_it_is_told_and_a_restored_one_goes_on_alike() -> None:
+    settings = Config(num_agents=5, num_declared=1, num_byzantine=0, num_seeds=1, **{**SHORT, "horizon": 20}).resolved()
+    key = np.asarray(jax.random.key_data(jax.random.key(SEED)))
+    learner, twin = Learner(settings, 1, key), Learner(settings, 1, key)
+    everyone = np.ones(5, bool)
+
+    def iterate(one: Learner, iteration: int) -> np.ndarray:
+        vector: np.ndarray | None = one.begin(iteration)
+        for phase in range(1 + one.rounds):
+            assert vector is not None
+            noise = np.random.default_rng(phase).normal(size=(5, len(vector))).astype(np.float32) * 1e-3
+            rows = vector + noise
+            rows[1] = vector
+            vector = one.combine(iteration, phase, rows, everyone)
+        assert vector is None
+        return one.parameters
+
+    iterate(learner, 0)
+    twin.restore(1, learner.snapshot())
+    np.testing.assert_array_equal(iterate(learner, 1), iterate(twin, 1))
+    stranger = Learner(settings, 1, key + 1)
+    assert np.any(stranger.begin(0) != Learner(settings, 1, key).begin(0))
+
+
+def test_a_member_that_adopts_states_is_not_moved_by_a_liar() -> None:
+    settings = Config(num_agents=5, num_declared=1, num_byzantine=0, num_seeds=1, **SHORT).resolved()
+    learner = Learner(settings, 0, np.zeros(2, np.uint32))
+    truth = learner.snapshot() + 1
+    jitter = np.random.default_rng(0).normal(size=(5, len(truth))).astype(np.float32) * 1e-3
+    states: list[np.ndarray | None] = [None, *(truth + jitter[1:])]
+    states[3] = np.full_like(truth, 1e6)
+    for agreement in ("MDA", "TrimmedMeanAgreement"):
+        learner = Learner(
+            Config(num_agents=5, num_declared=1, num_byzantine=0, num_seeds=1, agreement=agreement, **SHORT).resolved(),
+            0,
+            np.zeros(2, np.uint32),
+        )
+        learner.adopt(7, states)
+        np.testing.assert_allclose(learner.snapshot(), truth, atol=5e-3)
+        assert all(int(leaf[0]) == 7 for leaf in jax.tree.leaves(learner._state) if leaf.dtype == np.int32)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("AvgZero", "needs to know what everybody else sends"),
+        ("sign-flop", "Did you mean 'SignFlip'"),
+        ("", "there is no"),
+    ],
+)
+def test_attacks_that_no_member_can_do_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_attack(text)
+
+
+def test_rehearsals_need_a_manifest_that_allows_them(tmp_path: Path) -> None:
+    with on_loopback(tmp_path, Times(), rehearsal=False, **SHORT) as federation:
+        for option in (("--attack", "SignFlip"), ("--seed", "3")):
+            federation.start("alice", *option)
+            assert federation.processes["alice"].wait() == 2
+        assert (tmp_path / "alice.out").read_text().count("rehearsal = false") == 2
+        assert not federation.directory("alice").exists()

@@ -1,0 +1,262 @@
+"""One real federation in network namespaces, and everything that can happen to it, one thing after the other."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import live_federation
+import pytest
+from live_federation import NAMES, Federation, drop, until
+
+from byzpg.live.manifest import Times
+
+TINY: dict[str, Any] = {
+    "horizon": 50,
+    "large_batch": 4,
+    "hidden": (8,),
+    "rounds": 1,
+    "trajectories": 400_000,
+    "seed": 1,
+}
+TIMES = Times(grace=0.4, start_grace=300.0, retry=0.2)
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    with live_federation.in_namespaces(tmp_path_factory.mktemp("faults"), TIMES, **TINY) as made:
+        made.start_all()
+        for name in NAMES:
+            until(lambda name=name: made.iteration(name) > 3, f"{name} has begun")
+        yield made
+        for name in NAMES:
+            assert not made.events(name, "equivocation"), "nobody lied"
+
+
+def others(*without: str) -> list[str]:
+    return [name for name in NAMES if name not in without]
+
+
+def test_a_slow_start_costs_nobody_a_round(federation: Federation) -> None:
+    for name in NAMES:
+        first = federation.events(name, "iteration")[0]
+        without = [event for event in federation.events(name, "without") if event["time"] < first["time"]]
+        assert not without
+
+
+def test_a_frozen_member_stalls_nobody_and_catches_up(federation: Federation) -> None:
+    federation.signal("dave", signal.SIGSTOP)
+    try:
+        federation.wait_for_iterations(4, *others("dave"))
+        assert federation.events("alice", "without")[-1]["missing"] == ["dave"]
+    finally:
+        federation.signal("dave", signal.SIGCONT)
+    federation.wait_until_together(*NAMES)
+
+
+def test_a_killed_member_rejoins_with_what_the_others_have(federation: Federation) -> None:
+    before = federation.iteration("bob")
+    federation.kill("bob")
+    federation.wait_for_iterations(5, *others("bob"))
+    federation.start("bob")
+    rejoined = until(lambda: federation.events("bob", "rejoin"), "bob has rejoined")[0]
+    assert rejoined["iteration"] > before + 2
+    assert len(rejoined["states"]) >= 4
+    federation.wait_until_together(*NAMES)
+
+
+def test_a_member_killed_and_started_at_once_needs_no_states(federation: Federation) -> None:
+    rejoins = len(federation.events("erin", "rejoin"))
+    # Nobody moves while it is away: with alice frozen as well there is no quorum.
+    federation.signal("alice", signal.SIGSTOP)
+    try:
+        federation.kill("erin")
+        federation.start("erin")
+        until(lambda: len(federation.events("erin", "ready")) > 1, "erin is there again")
+    finally:
+        federation.signal("alice", signal.SIGCONT)
+    federation.wait_until_together(*NAMES)
+    assert len(federation.events("erin", "rejoin")) == rejoins
+
+
+def test_a_partition_and_its_end(federation: Federation) -> None:
+    drop(federation, "carol", 100)
+    try:
+        federation.wait_for_iterations(4, *others("carol"))
+        alone = federation.iteration("carol")
+        until(lambda: federation.events("carol", "stalled"), "carol says that she is alone")
+        assert federation.iteration("carol") <= alone + 1
+    finally:
+        drop(federation, "carol", 0)
+    federation.wait_until_together(*NAMES)
+
+
+@pytest.mark.parametrize("percent", [1, 20])
+def test_lost_packets(federation: Federation, percent: int) -> None:
+    for name in NAMES:
+        drop(federation, name, percent)
+    try:
+        federation.wait_for_iterations(3, *NAMES)
+    finally:
+        for name in NAMES:
+            drop(federation, name, 0)
+    federation.wait_until_together(*NAMES)
+
+
+def test_without_a_quorum_nothing_moves_until_one_returns(federation: Federation) -> None:
+    alarms = {name: len(federation.events(name, "stalled")) for name in ("alice", "bob", "carol")}
+    for name in ("dave", "erin"):
+        federation.signal(name, signal.SIGSTOP)
+    try:
+        for name, before in alarms.items():
+            until(lambda name=name, before=before: len(federation.events(name, "stalled")) > before, f"{name} alarms")
+        stalled = federation.events("alice", "stalled")[-1]
+        assert {"dave", "erin"} <= set(stalled["missing"])
+        still = {name: federation.iteration(name) for name in alarms}
+        states = {name: (federation.directory(name) / "checkpoints.bin").read_bytes() for name in alarms}
+        time.sleep(5 * TIMES.grace)
+        for name in alarms:
+            assert federation.iteration(name) == still[name]
+            assert (federation.directory(name) / "checkpoints.bin").read_bytes() == states[name]
+        federation.signal("erin", signal.SIGCONT)
+        federation.wait_for_iterations(3, "alice", "bob", "carol", "erin")
+        assert federation.events("alice", "recovered")
+    finally:
+        for name in ("dave", "erin"):
+            federation.signal(name, signal.SIGCONT)
+    federation.wait_until_together(*NAMES)
+
+
+# Callers that should not be heard. Each prints how it was refused.
+CALLER = """
+import asyncio, sys
+from pathlib import Path
+from typing import Any
+import grpc
+from grpc import aio
+from byzpg.live import links
+from byzpg.live.identity import generate, read_key
+from byzpg.live.manifest import Manifest
+
+folder, how = Path(sys.argv[1]), sys.argv[2]
+manifest = Manifest.load(folder / "federation.toml")
+victim = manifest.members[0]
+root, name = victim.certificate.encode(), [("grpc.ssl_target_name_override", victim.name)]
+stranger, private = generate("mallory", "10.77.0.6:7700")
+
+async def main():
+    if how == "plaintext":
+        channel = aio.insecure_channel(victim.address)
+    elif how == "no certificate":
+        channel = aio.secure_channel(victim.address, grpc.ssl_channel_credentials(root), name)
+    elif how == "foreign certificate":
+        credentials = grpc.ssl_channel_credentials(root, private.tls, stranger.certificate.encode())
+        channel = aio.secure_channel(victim.address, credentials, name)
+    elif how == "copied certificate":  # a member's card is public, its key is not
+        member = manifest.members[4].certificate.encode()
+        channel = aio.secure_channel(victim.address, grpc.ssl_channel_credentials(root, private.tls, member), name)
+    call = channel.stream_stream(f"/{links.SERVICE}/{links.LINK}")(timeout=20)
+    try:
+        await call.write(manifest.canonical)
+        print("ANSWERED" if isinstance(await call.read(), bytes) else "CLOSED")
+    except (aio.AioRpcError, ValueError, RuntimeError) as error:
+        print("REFUSED", getattr(error, "code", lambda: error)())
+    await channel.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", ["plaintext", "no certificate", "foreign certificate", "copied certificate"])
+def test_strangers_are_not_heard(federation: Federation, how: str) -> None:
+    linked = len(federation.events("alice", "linked"))
+    command = federation.inside("outsider", [sys.executable, "-c", CALLER, str(federation.folder), how])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "REFUSED" in done.stdout or "CLOSED" in done.stdout or done.returncode, done.stdout + done.stderr
+    assert "ANSWERED" not in done.stdout
+    assert len(federation.events("alice", "linked")) == linked
+    federation.wait_for_iterations(1, *NAMES)
+
+
+# A member gone bad: erin's own key, in other hands. It prints what became of each attempt.
+TRAITOR = """
+import asyncio, sys
+from pathlib import Path
+from typing import Any
+from grpc import aio
+from byzpg.live import links
+from byzpg.live.identity import read_key
+from byzpg.live.manifest import Manifest
+
+folder = Path(sys.argv[1])
+manifest = Manifest.load(folder / "federation.toml")
+private = read_key(folder / "erin.key", manifest.members[4])
+
+async def attempt(frame):
+    # erin is dialled by everybody: alice takes no second stream, but a member may dial whom it likes
+    channel = links.open_channel(manifest, 4, private, 0, 2**20)
+    call = channel.stream_stream(f"/{links.SERVICE}/{links.LINK}")(timeout=60)
+    try:
+        await call.write(manifest.canonical)
+        assert await call.read() == manifest.canonical
+        await call.write(frame)
+        while isinstance(await call.read(), bytes):
+            pass
+        print(await call.code())
+    except aio.AioRpcError as error:
+        print(error.code())
+    finally:
+        await channel.close()
+
+asyncio.run(attempt(bytes(2**30)))
+print("done")
+"""
+
+SLOW = """
+import socket, sys, time
+connections = []
+for _ in range(200):
+    try:
+        connections.append(socket.create_connection(("10.77.0.1", 7700), timeout=5))
+        connections[-1].sendall(b"\\x16\\x03\\x01\\x02\\x00\\x01")  # the beginning of a TLS greeting, and never more
+    except OSError:
+        pass
+print(len(connections), flush=True)
+time.sleep(8)
+"""
+
+
+def memory(federation: Federation, name: str) -> int:
+    """Resident bytes of a member."""
+    statuses = Path(f"/proc/{federation.processes[name].pid}/status").read_text().splitlines()
+    return int(next(line for line in statuses if line.startswith("VmRSS")).split()[1]) * 1024
+
+
+def test_a_gigabyte_in_one_frame_is_refused_before_it_is_read(federation: Federation) -> None:
+    federation.kill("erin")
+    before = memory(federation, "alice")
+    command = federation.inside("erin", [sys.executable, "-c", TRAITOR, str(federation.folder)])
+    traitor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    largest = before
+    while traitor.poll() is None:
+        largest = max(largest, memory(federation, "alice"))
+        time.sleep(0.05)
+    output = "".join(traitor.communicate())
+    assert "RESOURCE_EXHAUSTED" in output, output
+    assert largest - before < 2**27
+    federation.wait_for_iterations(2, *others("erin"))
+    federation.start("erin")
+    federation.wait_until_together(*NAMES)
+
+
+def test_connections_that_never_say_anything_cost_nobody_anything(federation: Federation) -> None:
+    before = memory(federation, "alice")
+    command = federation.inside("outsider", [sys.executable, "-c", SLOW])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as loris:
+        assert loris.stdout is not None
+        assert int(loris.stdout.readline()) > 100
+        federation.wait_for_iterations(3, *NAMES)
+        assert memory(federation, "alice") - before < 2**27

@@ -1,0 +1,447 @@
+"""The live protocol's promises, in ten thousand simulated federations; planted bugs; and what those hardly reach."""
+
+import live_world
+import numpy as np
+import pytest
+from live_world import Secret, World, violation
+
+from byzpg.live.protocol import (
+    ALARM_AFTER,
+    NOTHING,
+    Action,
+    Adopt,
+    Alarm,
+    Begin,
+    Combine,
+    Count,
+    Course,
+    Finished,
+    Log,
+    Message,
+    Protocol,
+    Receipt,
+    Send,
+    SendState,
+    SetTimer,
+    Timer,
+)
+
+CHUNK = 1250
+
+
+@pytest.mark.parametrize("chunk", range(8))
+def test_no_seed_breaks_a_promise(chunk: int) -> None:
+    worlds = [World(seed).run().counts for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK)]
+    happened = {what: sum(counts[what] for counts in worlds) for what in worlds[0]}
+    assert happened["stuck"] <= CHUNK / 100, "hardly any federation may be beyond help"
+    for what in ("crashes", "partitions", "adopted", "accused", "agreed"):
+        assert happened[what] >= 20, f"{what}: {happened}: the seeds have become too tame"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_seed_replays_exactly(seed: int) -> None:
+    one, other = World(seed, traced=True).run(), World(seed, traced=True).run()
+    assert one.trace == other.trace
+    assert one.trace
+    assert (one.events, one.now) == (World(seed).run().events, other.now)
+
+
+# Planted bugs: the world must find each
+
+
+class SmallQuorum(Protocol):
+    """Goes on with K − f − 1 messages."""
+
+    def _ready(self, inbox: dict[int, Message]) -> bool:
+        return self.course.own in inbox and len(inbox) >= self.course.quorum - 1
+
+
+class WithoutOwn(Protocol):
+    """Goes on before its own message is there."""
+
+    def _ready(self, inbox: dict[int, Message]) -> bool:
+        return len(inbox) >= self.course.quorum
+
+
+class SendsFirst(Protocol):
+    """Sends a message before it is logged."""
+
+    def computed(self, step: int, vector: np.ndarray) -> list[Action]:
+        actions = super().computed(step, vector)
+        return sorted(actions, key=lambda action: (not isinstance(action, Send), not isinstance(action, Log)))
+
+
+class ForgetsItsLog(Protocol):
+    """Makes its messages anew after a restart."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sent = {}
+
+
+class TakesTheSecond(Protocol):
+    """Of two contradicting messages, counts the second."""
+
+    def received(self, message: Message) -> list[Action]:
+        inbox = self._inbox.get(message.step, {})
+        if message.kind == "vector" and message.sender in inbox:
+            inbox[message.sender] = message
+        return super().received(message)
+
+
+class CountsBoth(Protocol):
+    """Of two contradicting messages, counts both."""
+
+    extra = 0
+
+    def received(self, message: Message) -> list[Action]:
+        known = self._inbox.get(message.step, {}).get(message.sender)
+        if known is not None and message.step == self.step and known.digest != message.digest:
+            self.extra += 1
+        return super().received(message)
+
+    def _ready(self, inbox: dict[int, Message]) -> bool:
+        return self.course.own in inbox and len(inbox) + self.extra >= self.course.quorum
+
+    def _enter(self, step: int) -> list[Action]:
+        self.extra = 0
+        return super()._enter(step)
+
+
+class AdoptsFromFew(Protocol):
+    """Adopts what f members say."""
+
+    def _offered(self, message: Message) -> list[Action]:
+        actions = super()._offered(message)
+        theirs = tuple(self._states.get(j, {}).get(message.step) for j in range(self.course.num_members))
+        found = sum(state is not None for state in theirs)
+        if actions or self._adopting or not found or found < self.course.num_faulty:
+            return actions
+        self._adopting = True
+        return [Adopt(self.course.iteration(message.step), theirs)]
+
+
+class AsksOnce(Protocol):
+    """Does not ask again for what is missing."""
+
+    def timer_fired(self, timer: Timer, step: int) -> list[Action]:
+        return [action for action in super().timer_fired(timer, step) if not isinstance(action, Send)]
+
+
+class AsksTheMissing(Protocol):
+    """Too far behind, asks only those for a state whose message it lacks."""
+
+    def timer_fired(self, timer: Timer, step: int) -> list[Action]:
+        inbox = self._inbox.get(step, {})
+        actions = super().timer_fired(timer, step)
+        return [action for action in actions if not (isinstance(action, Send) and action.to in inbox)]
+
+
+class KeepsNoState(Protocol):
+    """Leaves those too far behind without an answer."""
+
+    def _asked(self, sender: int, step: int) -> list[Action]:
+        return [action for action in super()._asked(sender, step) if not isinstance(action, SendState)]
+
+
+class ForgetsTooEarly(Protocol):
+    """Keeps no messages of the iteration before."""
+
+    def _begin(self, iteration: int) -> list[Action]:
+        first = self.course.first_step(iteration)
+        self.sent = {step: message for step, message in self.sent.items() if step >= first or not step}
+        return super()._begin(iteration)
+
+
+class WaitsForTheGone(Protocol):
+    """Waits at the last barrier for members that have seen everybody and left."""
+
+    def _grace_ended(self, inbox: dict[int, Message]) -> list[Action]:
+        return super()._grace_ended(inbox) if self._ready(inbox) else []
+
+
+class BelievesReceipts(Protocol):
+    """Accuses on receipts that nobody has signed."""
+
+    def _witness(self, receipt: Receipt, trusted: bool) -> list[Action]:
+        return super()._witness(receipt, True)
+
+
+class IgnoresReceipts(Protocol):
+    """Does not look at what others have received."""
+
+    def _witness(self, receipt: Receipt, trusted: bool) -> list[Action]:
+        return super()._witness(receipt, trusted) if trusted else []
+
+
+class Hoards(Protocol):
+    """Keeps every receipt."""
+
+    def _enter(self, step: int) -> list[Action]:
+        seen = self._seen
+        actions = super()._enter(step)
+        self._seen = seen
+        return actions
+
+
+PLANTED = {
+    SmallQuorum: "messages",
+    WithoutOwn: "without its own",
+    SendsFirst: "contradicts itself",
+    ForgetsItsLog: "contradicts itself",
+    TakesTheSecond: "did not count the first",
+    CountsBoth: "messages",
+    AdoptsFromFew: "adopts",
+    AsksOnce: "never finish",
+    AsksTheMissing: "never finish",
+    KeepsNoState: "never finish",
+    ForgetsTooEarly: "never finish",
+    WaitsForTheGone: "never finish",
+    BelievesReceipts: "evidence of nothing",
+    IgnoresReceipts: "did not accuse",
+    Hoards: "receipts",
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda each: each.__name__)
+def test_a_planted_bug_is_found(planted: type[Protocol]) -> None:
+    found = next((words for seed in range(300) if (words := violation(seed, planted))), "nothing")
+    assert PLANTED[planted] in found
+    assert "python tests/live_world.py" in found
+
+
+def test_the_plain_mean_does_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the bound on agreement."""
+    monkeypatch.setattr(live_world, "least_diameter_mean", lambda points, size: sum(points) / len(points))
+    assert any("apart" in (violation(seed) or "") for seed in range(100))
+
+
+# One member by itself
+
+MEMBERS, FAULTY, OWN = 5, 1, 0
+SECRETS = [Secret(k, bytes((k,))) for k in range(MEMBERS)]
+
+
+def verify(receipt: Receipt) -> bool:
+    return receipt.signature == SECRETS[receipt.sender].sign("vector", receipt.step, receipt.digest)
+
+
+def member(iteration: int = 0, started: bool = False, sent: dict[int, Message] | None = None) -> Protocol:
+    """Of three iterations with one round of agreement: steps 1 to 6, the last barrier is 7."""
+    return Protocol(
+        Course(MEMBERS, FAULTY, OWN, rounds=1, num_iterations=3),
+        lambda step, vector, receipts: SECRETS[OWN].seal("vector", step, vector, receipts),
+        lambda step: SECRETS[OWN].seal("ask", step, NOTHING, ()),
+        verify,
+        iteration,
+        started,
+        sent or {},
+    )
+
+
+def vector(sender: int, step: int, value: float = 0.0) -> Message:
+    return SECRETS[sender].seal("vector", step, np.full(1, value), ())
+
+
+def state(sender: int, iteration: int) -> Message:
+    return SECRETS[sender].seal("state", 1 + 2 * iteration, np.zeros(1), ())
+
+
+def ask(sender: int, step: int) -> Message:
+    return SECRETS[sender].seal("ask", step, NOTHING, ())
+
+
+def go_on(protocol: Protocol) -> list[Action]:
+    """Through the step in which a member is, with everybody's messages, and to the next; the last actions."""
+    step = protocol.step
+    protocol.computed(step, np.zeros(1))
+    actions = []
+    for other in range(1, MEMBERS):
+        actions = protocol.received(vector(other, step))
+    assert step == protocol.course.last or isinstance(actions[-1], Combine)
+    ends = step == 0 or protocol.course.phase(step) == protocol.course.rounds
+    return actions + protocol.finished(step) if ends and step != protocol.course.last else actions
+
+
+def at_step(step: int) -> Protocol:
+    protocol = member()
+    protocol.start()
+    while protocol.step < step:
+        go_on(protocol)
+    return protocol
+
+
+def of(kind: type, actions: list[Action]) -> list[Action]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def test_a_step_ends_with_everybody_or_after_a_grace_period_with_a_quorum() -> None:
+    protocol = at_step(1)
+    protocol.received(vector(1, 1))
+    protocol.received(vector(2, 1))
+    assert not protocol.received(vector(3, 1)), "its own message is still being computed"
+    actions = protocol.computed(1, np.zeros(1))
+    assert [type(action) for action in actions] == [Log, Send, Send, Send, Send, SetTimer]
+    assert actions[-1] == SetTimer("grace", 1)
+    (combine,) = of(Combine, protocol.timer_fired("grace", 1))
+    assert isinstance(combine, Combine)
+    assert [message is not None for message in combine.messages] == [True, True, True, True, False]
+    assert not protocol.timer_fired("grace", 1), "it is over"
+
+
+def test_without_a_quorum_a_step_does_not_end() -> None:
+    protocol = at_step(2)
+    protocol.computed(2, np.zeros(1))
+    protocol.received(vector(1, 2))
+    protocol.received(vector(2, 2))
+    assert not protocol.timer_fired("grace", 2)
+
+
+def raise_alarm(protocol: Protocol) -> None:
+    for retry in range(1, 3 * ALARM_AFTER):
+        actions = protocol.timer_fired("retry", protocol.step)
+        assert actions[0] == SetTimer("retry", protocol.step)
+        assert len(of(Alarm, actions)) == (retry == ALARM_AFTER), "one alarm"
+
+
+def test_an_alarm_is_raised_once_and_ends() -> None:
+    protocol = at_step(1)
+    protocol.timer_fired("retry", 1)
+    protocol.computed(1, np.zeros(1))
+    protocol.received(vector(3, 1))
+    raise_alarm(protocol)
+    protocol.received(vector(1, 1))
+    assert protocol.received(vector(2, 1)) == [Alarm(1, frozenset()), SetTimer("grace", 1)]
+    assert not of(Alarm, protocol.received(vector(4, 1))), "it is over already"
+
+
+def test_an_alarm_ends_where_a_state_is_adopted() -> None:
+    protocol = at_step(1)
+    protocol.computed(1, np.zeros(1))
+    raise_alarm(protocol)
+    actions = [action for other in range(1, MEMBERS) for action in protocol.received(state(other, 2))]
+    assert [type(action) for action in actions] == [Adopt]
+    assert protocol.timer_fired("retry", 1) == [SetTimer("retry", 1)], "nothing is missing while it adopts"
+    actions = protocol.adopted(2)
+    assert actions[0] == Alarm(1, frozenset())
+    assert actions[-1] == Begin(2)
+    assert (protocol.step, protocol.iteration) == (5, 2)
+
+
+def test_what_does_not_count_is_counted() -> None:
+    protocol = at_step(3)
+    assert protocol.received(vector(1, 2)) == [Count(1, "late")]
+    assert protocol.received(vector(1, 5)) == [Count(1, "early")]
+    assert protocol.received(vector(1, 4)) == []
+    assert protocol.received(vector(1, 3)) == []
+    assert protocol.received(vector(1, 3)) == [Count(1, "duplicate")]
+    actions = protocol.received(vector(1, 3, value=1.0))
+    assert [type(action).__name__ for action in actions] == ["Evidence", "Count"]
+
+
+def test_what_came_too_early_is_asked_for_in_time() -> None:
+    protocol = at_step(1)
+    protocol.received(vector(1, 3))
+    asked = []
+    while protocol.step < 3:
+        step = protocol.step
+        protocol.computed(step, np.zeros(1))
+        for other in (2, 3, 4):
+            protocol.received(vector(other, step))
+        asked += of(Send, protocol.timer_fired("grace", step))
+    assert [(action.to, action.message.step) for action in asked if isinstance(action, Send)] == [(1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_the_last_barrier_waits_for_everybody_or_lingers(silent: int) -> None:
+    protocol = at_step(6)
+    actions = go_on(protocol)
+    assert of(SetTimer, actions) == [SetTimer("retry", 7), SetTimer("grace", 7)]
+    assert len(of(Send, actions)) == MEMBERS - 1
+    for other in range(1, MEMBERS - silent):
+        assert not of(Finished, actions)
+        actions = protocol.received(vector(other, 7))
+    if silent:
+        actions = protocol.timer_fired("grace", 7)
+    assert actions == [Finished()]
+    assert not protocol.timer_fired("retry", 7)
+    assert protocol.received(ask(2, 7)) == [Send(2, protocol.sent[7])], "it still answers"
+
+
+def test_the_last_barrier_ends_where_nobody_is_left() -> None:
+    """Whoever has seen all K leaves; a member that crashed here comes back to an empty place."""
+    protocol = member(3, True, {7: vector(OWN, 7)})
+    assert not of(Log, protocol.start())
+    for straggler in (1, 2):
+        protocol.received(ask(straggler, 5))
+    assert protocol.timer_fired("grace", 7) == [SetTimer("grace", 7)], "they may need this member"
+    raise_alarm(protocol)
+    protocol.received(ask(3, 5))  # as many as may lie
+    assert protocol.timer_fired("grace", 7) == [Alarm(7, frozenset()), Finished()]
+
+
+def test_who_asks_too_far_back_is_sent_a_state_now_and_with_the_next_iteration() -> None:
+    protocol = at_step(5)
+    assert protocol.received(ask(1, 3)) == [Send(1, protocol.sent[3])]
+    assert protocol.received(ask(1, 0)) == [Send(1, protocol.sent[0])], "the start is always remembered"
+    assert protocol.received(ask(1, 6)) == [], "not yet"
+    assert protocol.received(ask(1, 2)) == [SendState(1)]
+    assert protocol.received(ask(1, 1)) == [SendState(1)]
+    go_on(protocol)
+    assert of(SendState, go_on(protocol)) == [SendState(1)]
+    assert not protocol._behind
+
+
+def test_a_member_too_far_behind_asks_everybody_for_states() -> None:
+    def asks() -> list[int]:
+        return [action.to for action in protocol.timer_fired("retry", 1) if isinstance(action, Send)]
+
+    protocol = at_step(1)
+    protocol.computed(1, np.zeros(1))
+    protocol.received(vector(1, 1))
+    protocol.received(vector(2, 1))
+    assert asks() == [3, 4]
+    assert not protocol.received(state(4, 2))
+    assert asks() == [1, 2, 3, 4], "the messages of 1 and 2 are here, but their states are needed"
+    protocol.received(vector(3, 1))
+    assert asks() == [4], "there is a quorum"
+
+
+def test_a_restarted_member_does_not_go_back() -> None:
+    protocol = member(2, True)
+    for other in range(1, MEMBERS):  # on their way since before the crash
+        assert not protocol.received(state(other, 1))
+    assert protocol.start()[-1] == Begin(2)
+
+
+def test_the_logged_message_wins() -> None:
+    logged = vector(OWN, 1, value=7.0)
+    protocol = member(0, True, {1: logged})
+    protocol.start()
+    assert protocol.computed(1, np.zeros(1)) == [Send(other, logged) for other in range(1, MEMBERS)]
+
+
+def test_what_is_computed_too_late_is_dropped() -> None:
+    protocol = at_step(1)
+    for other in range(1, MEMBERS):
+        protocol.received(state(other, 2))
+    assert protocol.computed(1, np.zeros(1)) == []
+    protocol.adopted(2)
+    assert protocol.computed(1, np.zeros(1)) == []
+    assert protocol.finished(2) == []
+    assert 1 not in protocol.sent
+
+
+def test_a_new_link_is_told_the_present() -> None:
+    protocol = at_step(1)
+    assert protocol.linked(3) == []
+    protocol.computed(1, np.zeros(1))
+    assert protocol.linked(3) == [Send(3, protocol.sent[1])]
+
+
+def test_being_behind_takes_more_than_liars_say() -> None:
+    protocol = at_step(1)
+    protocol.received(vector(1, 5))
+    assert not protocol.is_behind
+    protocol.received(vector(2, 3))
+    assert protocol.is_behind
