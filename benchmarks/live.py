@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import resource
-import shutil
 import socket
 import statistics
 import subprocess
@@ -28,7 +27,6 @@ import grpc
 import numpy as np
 from grpc import aio
 
-from byzpg.files import write_atomically
 from byzpg.live.identity import generate, read_key, write_identity
 from byzpg.live.links import SERVICE, channel_options, open_channel, server_credentials
 from byzpg.live.manifest import Manifest, Times, new_manifest
@@ -156,7 +154,8 @@ def bare_member(folder: Path, own: int, size: int, num_rounds: int) -> None:
         times = []
         for _ in range(num_rounds):
             times.append(time.perf_counter())
-            await asyncio.gather(*(write(frame) for _, write in links.values()), *(read() for read, _ in links.values()))
+            moves = [move for read, write in links.values() for move in (write(frame), read())]
+            await asyncio.gather(*moves)
         tenth = num_rounds // 10
         rate = (num_rounds - 1 - tenth) / (times[-1] - times[tenth])
         await asyncio.sleep(1)
@@ -208,12 +207,98 @@ def measure(dimension: int, num_iterations: int, rounds: int, repeats: int) -> N
     )
 
 
+# One hour
+
+
+def resources(process: subprocess.Popen[bytes]) -> tuple[float, int]:
+    """Resident mebibytes and open file descriptors."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    resident = next(line for line in lines if line.startswith("VmRSS"))
+    return int(resident.split()[1]) / 1024, len(os.listdir(f"/proc/{process.pid}/fd"))
+
+
+def done_by(folder: Path) -> int:
+    """Iterations of a member so far."""
+    with (folder / "progress.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        lines = file.read().splitlines()
+    return json.loads(lines[-1])["iteration"] + 1 if len(lines) > 1 else 0
+
+
+def soak(minutes: float, every: float, output: Path) -> None:
+    """Train with five processes, one of them equivocating, and draw what each of them holds of the machine."""
+    samples: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found(folder, {"trajectories": 3_000_000}, Times())
+        processes = []
+        try:
+            for member in NAMES:
+                liar = ["--attack", "Equivocate"] if member == NAMES[-1] else []
+                command = ["byzpg", "peer", str(folder / "federation.toml"), "--name", member, "--log", "json"]
+                command = [sys.executable, "-m", *command, "--directory", str(folder / member), *liar]
+                processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+            while not all((folder / member / "progress.jsonl").is_file() for member in NAMES):
+                time.sleep(1)
+            while done_by(folder / NAMES[0]) < 10:
+                time.sleep(1)
+            started = time.monotonic()
+            while (now := time.monotonic() - started) < 60 * minutes:
+                if any(process.poll() is not None for process in processes):
+                    raise SystemExit(f"a member ended after {now:.0f} s")
+                held = [resources(process) for process in processes]
+                done = [done_by(folder / member) for member in NAMES]
+                samples.append({"seconds": now, "mebibytes": [m for m, _ in held], "files": [f for _, f in held]})
+                samples[-1]["iterations"] = done
+                print(f"{now:6.0f} s  iterations {done[0]:>7,}  MiB {[round(m) for m, _ in held]}", flush=True)
+                time.sleep(every)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    draw_soak(samples, output)
+
+
+def draw_soak(samples: list[dict[str, Any]], output: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    minutes = [each["seconds"] / 60 for each in samples]
+    figure, axes = pyplot.subplots(3, 1, figsize=(8, 7), sharex=True, constrained_layout=True)
+    for axis, what, label in zip(
+        axes, ("mebibytes", "files", "iterations"), ("resident MiB", "open files", "iterations"), strict=True
+    ):
+        for index, name in enumerate(NAMES):
+            axis.plot(minutes, [each[what][index] for each in samples], label=name, linewidth=1.2)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].set_title(f"{minutes[-1]:.0f} minutes of CartPole-v1, 5 members, {NAMES[-1]} equivocating")
+    axes[0].legend(ncols=len(NAMES), fontsize="small", loc="lower right")
+    axes[-1].set_xlabel("minutes")
+    figure.savefig(output, dpi=150)
+    tenth = len(samples) // 10
+    for what in ("mebibytes", "files"):
+        first, last = (
+            np.mean([each[what] for each in part], axis=0) for part in (samples[tenth : 2 * tenth], samples[-tenth:])
+        )
+        print(f"{what}: second tenth {np.round(first, 1)}, last tenth {np.round(last, 1)}")
+    total = samples[-1]["iterations"][0] - samples[0]["iterations"][0]
+    print(f"{total:,} iterations in {minutes[-1]:.0f} minutes; picture {output}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     rounds = commands.add_parser("rounds")
     rounds.add_argument("--repeats", type=int, default=3)
     rounds.add_argument("--dimension", type=int)
+    long = commands.add_parser("soak")
+    long.add_argument("--minutes", type=float, default=60.0)
+    long.add_argument("--every", type=float, default=10.0)
+    long.add_argument("--output", type=Path, default=Path("live-soak.png"))
     for name, arguments in (
         ("live-member", ("dimension", "num_iterations", "rounds")),
         ("bare-member", ("size", "num_rounds")),
@@ -228,6 +313,8 @@ def main() -> None:
         live_member(**options)
     elif command == "bare-member":
         bare_member(**options)
+    elif command == "soak":
+        soak(**options)
     else:
         print(f"K = {len(NAMES)}, loopback, mutual TLS, {os.cpu_count()} cores")
         for dimension, num_iterations in ((5_000, 300), (1_000_000, 12)):

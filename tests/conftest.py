@@ -23,7 +23,7 @@ if MINE:
 
 
 # Files are dealt out whole: the longest first, so that no core waits for the other at the end.
-LONGEST = ["test_simulate.py", "test_cli.py", "test_lunar_lander.py", "test_agreement.py", "test_contracts.py", "README.md"]
+LONGEST = [f"test_{name}.py" for name in ("simulate", "cli", "lunar_lander", "agreement", "contracts", "exchange")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,14 +24,12 @@ from byzpg.live.protocol import (
     NOTHING,
     Action,
     Adopt,
-    Alarm,
     Begin,
     Combine,
     Count,
     Course,
     Evidence,
     Finished,
-    Forget,
     Kind,
     Log,
     Message,
@@ -43,7 +41,7 @@ from byzpg.live.protocol import (
 )
 
 # In units of a message's usual delay. The long linger outlasts every fault and what it takes to recover from it.
-GRACE, START_GRACE, LINGER, LONG_LINGER, RETRY, FLUSH = 4.0, 10.0, 40.0, 250.0, 5.0, 1.0
+GRACE, START_GRACE, LINGER, LONG_LINGER, RETRY, FLUSH = 4.0, 10.0, 100.0, 250.0, 5.0, 1.0
 LAST_FAULT, LONGEST_FAULT, PATIENCE = 25.0, 60.0, 1500.0
 MOST_EVENTS = 60_000
 ROUNDING = 1e-9
@@ -134,7 +132,8 @@ class Member:
         self.secret = world.secrets[own]
         self.target = world.targets[own]
         self.effort = 3.0 if own == world.slow else 0.5  # how long it computes
-        # The disk
+        # The disk; messages have slots that are overwritten in turn
+        self.slots = 2 * self.course.per_iteration + 2
         self.outbox: dict[int, Message] = {}
         self.checkpoint: tuple[int, complex] | None = None
         # Life
@@ -161,9 +160,13 @@ class Member:
             self.world.verify,
             0 if self.checkpoint is None else self.checkpoint[0],
             self.checkpoint is not None,
-            dict(self.outbox),
+            self.logged(),
         )
         self.world.after(self.world.drawn(1.0), self.guarded, self.life, self.start)
+
+    def logged(self) -> dict[int, Message]:
+        found = {message.step: message for message in self.outbox.values()}
+        return {0: self.secret.seal("vector", 0, NOTHING, ()), **found} if self.checkpoint is not None else found
 
     def seal(self, step: int, vector: np.ndarray, receipts: tuple[Receipt, ...]) -> Message:
         self.sealed.add(step)
@@ -214,7 +217,7 @@ class Member:
                         seconds = {0: START_GRACE, self.course.last: world.linger}.get(step, GRACE)
                     world.after(seconds * (0.5 + world.random()), self.guarded, self.life, self.fire, timer, step)
                 case Log(message):
-                    self.outbox[message.step] = message
+                    self.outbox[message.step % self.slots] = message
                 case Combine():
                     self.check_combine(action)
                     self.queue(lambda action=action: self.combine(action))
@@ -225,17 +228,12 @@ class Member:
                     self.queue(lambda action=action: self.adopt(action))
                 case SendState(to):
                     self.send_state(to)
-                case Forget(before):
-                    for step in [step for step in self.outbox if 0 < step < before]:
-                        del self.outbox[step]
                 case Evidence(first, second):
                     self.check_evidence(first, second)
                 case Finished():
                     self.finished, self.fuse = True, None
                     world.left(self)
                     world.after(FLUSH, self.leave)
-                case Alarm():
-                    pass
 
     def leave(self) -> None:
         self.up = False
@@ -314,7 +312,8 @@ class Member:
 
     def adopt(self, action: Adopt) -> list[Action]:
         points = [to_point(message.vector) for message in action.states if message is not None]
-        self.state = least_diameter_mean([*points, median(points)], self.course.quorum)
+        missing = self.course.num_members - len(points)
+        self.state = least_diameter_mean([*points, *[median(points)] * missing], self.course.quorum)
         self.world.adopted(self, action, self.state)
         self.saved(action.iteration)
         self.held = self.checkpoint
@@ -327,7 +326,9 @@ class Member:
         present = [message for message in action.messages if message is not None]
         own = action.messages[self.own]
         world.require(len(present) >= self.course.quorum, f"{self.own} ended step {step} with {len(present)} messages")
-        world.require(own is not None and own is self.outbox.get(step), f"{self.own} ended step {step} without its own")
+        world.require(
+            own is not None and own is self.protocol.sent.get(step), f"{self.own} ended step {step} without its own"
+        )
         world.require(
             all(message.sender == k for k, message in enumerate(action.messages) if message is not None),
             f"{self.own} counted a message in another's place",
@@ -369,14 +370,13 @@ class Member:
         self.accusations.add((first.sender, first.step))
 
     def check_memory(self) -> None:
-        """Kept: this step and the next; receipts of two steps more; two states a sender; two iterations of own messages."""
+        """This step and the next; receipts of two steps more; two states a sender; what the disk has, and the start."""
         members, protocol = self.course.num_members, self.protocol
         for what, kept, most in (
             ("messages", sum(map(len, protocol._inbox.values())), 2 * members),
             ("receipts", sum(map(len, protocol._seen.values())), 4 * members),
             ("states", sum(map(len, protocol._states.values())), 2 * (members - 1)),
-            ("own messages", len(protocol.sent), 2 * self.course.per_iteration + 1),
-            ("logged messages", len(self.outbox), 2 * self.course.per_iteration + 1),
+            ("own messages", len(protocol.sent), self.slots + 1),
         ):
             self.world.require(kept <= most, f"{self.own} keeps {kept} {what}, more than {most}")
 
@@ -472,9 +472,9 @@ class World:
         random = self.rng = Random(seed)
         self.random = random.random
         shape = random.random()
-        self.num_members, self.num_faulty = (5, 1) if shape < 0.85 else (4, 0) if shape < 0.95 else (9, 2)
+        self.num_members, self.num_faulty = (5, 1) if shape < 0.85 else (4, 0) if shape < 0.97 else (9, 2)
         self.rounds = 1 if random.random() < 0.7 else 2
-        self.num_iterations = 3 if random.random() < 0.3 else 2
+        self.num_iterations = 3 if random.random() < 0.25 else 2
         self.plane = random.random() < 0.5
         self.loss = random.choice((0.0, 0.0, 0.05, 0.3))
         self.twice = random.choice((0.0, 0.0, 0.1))
@@ -483,18 +483,13 @@ class World:
         # Beyond f: for a while more members are in trouble than the protocol tolerates.
         self.beyond = random.random() < 0.2
         self.must_end = True
-        liars = (
-            0
-            if random.random() < 0.5
-            else random.randrange(self.num_faulty + 1)
-            if self.num_faulty > 1
-            else self.num_faulty
-        )
+        liars = random.randint(min(1, self.num_faulty), self.num_faulty) if random.random() < 0.5 else 0
         self.liars = set(random.sample(range(self.num_members), liars))
 
         self.now, self.serial, self.events = 0.0, 0, 0
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self.blocked: set[tuple[int, int]] = set()
+        self.blocked: set[tuple[int, int]] = set()  # links, from and to
+        self.cut_off: set[int] = set()
         self.sent: dict[int, dict[int, Message]] = {}  # by step and honest sender
         self.results: dict[int, list[complex]] = {}  # of agreement, by step, where enough had come
         self.states: dict[int, dict[int, complex]] = {}  # at the beginning of an iteration
@@ -557,14 +552,19 @@ class World:
     def post(self, to: int, message: Message) -> None:
         if (message.sender, to) in self.blocked or (self.loss and self.random() < self.loss):
             return
-        self.after(self.drawn(self.pace), self.deliver, to, message)
+        self.serial += 1
+        arrival = self.now - self.pace * log(1 - self.random())
+        heappush(self.heap, (arrival, self.serial, self.deliver, (to, message)))
         if self.twice and self.random() < self.twice:
             self.after(self.drawn(4 * self.pace), self.deliver, to, message)
 
     def deliver(self, to: int, message: Message) -> None:
         member = self.members[to]
         if member.up and (message.sender, to) not in self.blocked:
-            member.guarded(member.life, member.receive, message)
+            try:
+                member.receive(message)
+            except Crash:
+                member.crash()
 
     def link(self, one: int, other: int) -> None:
         for own, to in ((one, other), (other, one)):
@@ -579,23 +579,19 @@ class World:
 
     def in_trouble(self, member: Member) -> bool:
         """Whether a member is down, about to be, cut off, or has been and is still behind."""
-        if not member.up or member.fuse is not None or any(member.own in pair for pair in self.troubled_links(member)):
+        if not member.up or member.fuse is not None or member.own in self.cut_off:
             return not member.finished
-        furthest = max(each.protocol.step for each in self.honest)
-        if member.recovering and member.protocol.step >= furthest - 1:
+        if member.protocol.step >= max(each.protocol.step for each in self.honest) - 1:
             member.recovering = False
         return member.recovering
 
-    def troubled_links(self, member: Member) -> list[tuple[int, int]]:
-        return [pair for pair in self.blocked if pair[0] == member.own] if member.recovering else []
-
     def fault(self, again: int) -> None:
         """Something happens to an honest member, if it may."""
-        sound = [member for member in self.honest if member.up and not member.finished and not self.in_trouble(member)]
-        trouble = sum(not member.finished and self.in_trouble(member) for member in self.honest)
+        trouble = [self.in_trouble(member) for member in self.honest]
+        sound = [member for member, bad in zip(self.honest, trouble, strict=True) if not bad and not member.finished]
         if not sound:
             return
-        if not self.beyond and len(self.liars) + trouble >= self.num_faulty:
+        if not self.beyond and len(self.liars) + sum(trouble) >= self.num_faulty:
             if again:
                 self.after(self.drawn(5.0), self.fault, again - 1)
             return
@@ -610,6 +606,7 @@ class World:
             self.after(seconds, self.restart, member)
             return
         self.counts["partitions"] += 1
+        self.cut_off.add(member.own)
         others = [k for k in range(self.num_members) if k != member.own]
         chosen = self.rng.sample(others, self.rng.randrange(1, len(others) + 1))
         self.note("fault", member.own, "is cut off from", chosen)
@@ -630,6 +627,7 @@ class World:
 
     def mend(self, member: Member, others: list[int]) -> None:
         self.note("mend", member.own, others)
+        self.cut_off.discard(member.own)
         for other in others:
             self.blocked -= {(member.own, other), (other, member.own)}
             self.after(self.drawn(1.0), self.link, member.own, other)
@@ -683,7 +681,8 @@ class World:
         if missing + len(self.liars) <= self.num_faulty:
             points = [self.states[action.iteration][k] for k in honest]
             away, apart = min(abs(state - point) for point in points), diameter(points)
-            self.require(away <= 2 * apart + ROUNDING, f"{member.own} adopts a state that is {away} from all others")
+            bound = 2 * apart + ROUNDING * (1 + max(map(abs, points)))
+            self.require(away <= bound, f"{member.own} adopts a state that is {away} from all others")
 
 
 def _brief(action: Action | Message) -> str:

@@ -124,7 +124,7 @@ GOLDEN = [
     Golden(RFA.reference(), reference),
     Golden(RFA(smoothing=0.1, max_iterations=2, tolerance=0.0, start="zero"), two_steps),
     Golden(MDA(), twins.mda),  # by the table of subsets
-    Golden(MDA(), twins.mda, f=4),  # by search
+    Golden(MDA(), twins.mda, f=5),  # by search
     Golden(MoNNA(), monna_from_krum),
     Golden(MoNNA(pivot=OWN), with_options(twins.monna, pivot=OWN)),
     Golden(CenteredClipping(), clipped_from_medoid),

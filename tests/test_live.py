@@ -1,5 +1,6 @@
 """Whole federations over real connections: what members learn, and that it is what the simulator says."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from live_federation import NAMES, Federation, on_loopback, until
+from live_federation import NAMES, PATIENCE, Federation, on_loopback, until
 
 from byzpg import Config, load
 from byzpg.live.learner import Learner
 from byzpg.live.manifest import Manifest, Times
+from byzpg.live.member import Options, take_part
 from byzpg.live.rehearsal import parse_attack
 from byzpg.live.wire import verify_evidence
 from byzpg.simulate import LARGE, SMALL
@@ -24,12 +26,39 @@ SHORT: dict[str, Any] = {"horizon": 100, "large_batch": 6, "trajectories": 180, 
 PATIENT = Times(grace=120.0, start_grace=300.0)
 
 
-def trained(federation: Federation, attack: str | None) -> dict[str, np.ndarray]:
-    """θ of each member after the whole run, random numbers as in the simulator."""
-    federation.start_all("--seed", str(SEED), liar=attack)
-    codes = federation.finish()
-    assert set(codes.values()) == {0}, {name: (federation.folder / f"{name}.out").read_text() for name in NAMES}
-    return {name: load(federation.directory(name) / "run").parameters["last"][0, 0] for name in NAMES}
+def take_part_together(federation: Federation, attack: str | None, seed: int | None = SEED) -> None:
+    """All members in this process, over real connections; the last one attacks. The run ends when they all have."""
+    Learner(federation.manifest.settings(), 0, np.zeros(2, np.uint32)).warm_up()  # compiled once for all
+
+    async def everyone() -> None:
+        members = {
+            name: asyncio.create_task(
+                take_part(
+                    federation.manifest,
+                    name,
+                    Options(
+                        federation.folder / f"{name}.key",
+                        federation.directory(name),
+                        attack=attack if name == NAMES[-1] else None,
+                        seed=seed,
+                    ),
+                )
+            )
+            for name in NAMES
+        }
+        *honest, last = members.values()
+        async with asyncio.timeout(PATIENCE):
+            await asyncio.gather(*honest)
+        # A liar that nobody hears would wait for the others for ever.
+        await asyncio.wait({last}, timeout=3)
+        last.cancel()
+        await asyncio.wait({last})
+
+    asyncio.run(everyone())
+
+
+def parameters(federation: Federation, name: str) -> np.ndarray:
+    return load(federation.directory(name) / "run").parameters["last"][0, 0]
 
 
 def simulated(manifest: Manifest, **liars: Any) -> np.ndarray:
@@ -48,13 +77,13 @@ def simulated(manifest: Manifest, **liars: Any) -> np.ndarray:
 def test_members_learn_what_their_simulated_twins_learn(tmp_path: Path, attack: str | None) -> None:
     """To 1e-6 after 30 iterations: how a sum of two products is rounded, a compiler decides program by program."""
     with on_loopback(tmp_path, PATIENT, **SHORT) as federation:
-        found = trained(federation, attack)
+        take_part_together(federation, attack)
         liars = {} if attack is None else {"num_byzantine": 1, "attack": attack}
         expected = simulated(federation.manifest, **liars)
         for index, name in enumerate(NAMES):
-            np.testing.assert_allclose(found[name], expected[index], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(parameters(federation, name), expected[index], rtol=0, atol=1e-6)
         first = federation.manifest.settings().simulation().start()[0].agents.parameters[0, 0]
-        assert np.max(np.abs(found["alice"] - np.asarray(first))) > 0.1, "something was learned"
+        assert np.max(np.abs(parameters(federation, "alice") - np.asarray(first))) > 0.1, "something was learned"
         assert len(federation.events("alice", "iteration")) == 30
         accused = {event["sender"] for name in NAMES for event in federation.events(name, "equivocation")}
         assert accused == (set() if attack is None else {"erin"})
@@ -74,26 +103,35 @@ def test_honest_members_learn_beside_a_liar_unless_they_just_average(
     tmp_path: Path, algorithm: str, learns: bool
 ) -> None:
     with on_loopback(tmp_path, PATIENT, algorithm=algorithm, trajectories=600, seed=SEED) as federation:
-        trained(federation, "SignFlip(scale=10.0)")
+        take_part_together(federation, "SignFlip(scale=10.0)")
         returns = [last_return(federation, name) for name in NAMES[:4]]
         assert all(each >= 450 for each in returns) if learns else all(each < 100 for each in returns), returns
 
 
-@pytest.mark.parametrize("attack", ["garbage", "oversized", "slow", "NonFinite"])
-def test_breakers_of_the_wire_are_counted_and_left_out(tmp_path: Path, attack: str) -> None:
-    times = Times(grace=0.3, start_grace=300.0, retry=0.1, linger=2.0)
-    with on_loopback(tmp_path, times, horizon=30, large_batch=4, rounds=1, trajectories=20, seed=SEED) as federation:
-        federation.start_all(liar=attack)
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        ("garbage", "malformed"),
+        ("oversized", "oversized"),
+        ("slow", None),
+        ("NonFinite", "non-finite"),
+        ("Silent", None),
+    ],
+)
+def test_breakers_of_the_wire_are_counted_and_left_out(tmp_path: Path, attack: str, reason: str | None) -> None:
+    times = Times(grace=0.2, start_grace=300.0, retry=0.05, linger=0.5)
+    with on_loopback(tmp_path, times, horizon=20, large_batch=4, rounds=1, trajectories=12, seed=SEED) as federation:
+        take_part_together(federation, attack, seed=None)
         for name in NAMES[:4]:
-            until(lambda name=name: federation.processes[name].poll() is not None, f"{name} has finished")
-            assert federation.processes[name].returncode == 0, (federation.folder / f"{name}.out").read_text()
-        without = [event for name in NAMES[:4] for event in federation.events(name, "without")]
-        assert without
-        assert all(event["missing"] == ["erin"] for event in without)
-        reasons = {event["reason"] for name in NAMES[:4] for event in federation.events(name, "rejected")}
-        refused = {event["reason"] for name in NAMES[:4] for event in federation.events(name, "refused")}
-        expected = {"garbage": "malformed", "oversized": "oversized", "slow": None, "NonFinite": "non-finite"}[attack]
-        assert expected is None or expected in reasons | refused
+            assert {"finished"} <= {event["event"] for event in federation.events(name)}
+            missed = [tuple(event["missing"]) for event in federation.events(name, "without")]
+            assert ("erin",) in missed
+        said = [event for name in NAMES[:4] for event in federation.events(name)]
+        assert reason is None or {"erin"} == {
+            event.get("sender", event.get("to")) for event in said if event.get("reason") == reason
+        }
+        # Secret random numbers: every member's own.
+        assert len({(federation.directory(name) / "random.key").read_text() for name in NAMES}) == len(NAMES)
 
 
 def test_manifests_that_differ_refuse_each_other_and_say_why(tmp_path: Path) -> None:

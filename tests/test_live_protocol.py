@@ -372,11 +372,12 @@ def test_the_last_barrier_ends_where_nobody_is_left() -> None:
     """Whoever has seen all K leaves; a member that crashed here comes back to an empty place."""
     protocol = member(3, True, {7: vector(OWN, 7)})
     assert not of(Log, protocol.start())
-    for straggler in (1, 2):
+    protocol.received(vector(1, 7))
+    for straggler in (2, 3):
         protocol.received(ask(straggler, 5))
-    assert protocol.timer_fired("grace", 7) == [SetTimer("grace", 7)], "they may need this member"
+    assert protocol.timer_fired("grace", 7) == [SetTimer("grace", 7)], "they need this member, and it may need them"
     raise_alarm(protocol)
-    protocol.received(ask(3, 5))  # as many as may lie
+    protocol.received(ask(3, 5))
     assert protocol.timer_fired("grace", 7) == [Alarm(7, frozenset()), Finished()]
 
 

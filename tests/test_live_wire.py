@@ -272,6 +272,14 @@ def test_a_changed_receipt_is_not_verified(changes):
     assert not CODEC.verify(receipt._replace(**changes))
 
 
+def test_a_step_before_the_first_is_not_taken_for_another():
+    """What is signed names iteration and phase; counted on to the left, step −1 would be that of step 2."""
+    receipt = seal("vector", 2).receipt
+    assert CODEC.head(receipt._replace(step=-1)) == CODEC.head(receipt)
+    assert CODEC.verify(receipt)
+    assert not CODEC.verify(receipt._replace(step=-1))
+
+
 # Evidence
 
 

@@ -131,6 +131,7 @@ def test_reset_is_gymnasiums_distribution() -> None:
     np.testing.assert_allclose(ground[[0, 1, 2, 8, 9, 10]].mean(axis=1), 0.99 * 400 / 30 / 4, rtol=0.05)
 
 
+@cache
 def some_states(seed: int = 0) -> tuple[State, np.ndarray]:
     """States in flight and just before the ground, and random actions."""
     state = RESET(jax.random.split(jax.random.key(seed + 1), BATCH))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median, median_low
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -85,7 +87,7 @@ class New:
     """Members f that may be faulty at a time. Left out: ⌊(K − 1)/4⌋, or fewer if the rules tolerate fewer."""
     rehearsal: bool = False
     """Allow members to attack on purpose, `byzpg peer --attack`."""
-    output: Path = Path("federation.toml")
+    manifest: Path = Path("federation.toml")
     """Where the manifest goes."""
 
     def run(self) -> None:
@@ -93,18 +95,18 @@ class New:
 
         if len(self.cards) < 2:
             raise ValueError(f"a federation needs the cards of at least 2 members, got {len(self.cards)}.")
-        if self.output.suffix != ".toml":
-            raise ValueError(f"--output must end in .toml, got {self.output}.")
+        if self.manifest.suffix != ".toml":
+            raise ValueError(f"--manifest must end in .toml, got {self.manifest}.")
         members = [read_card(card) for card in self.cards]
         manifest = _manifest(members, self.options, self.num_faulty, self.waiting, self.rehearsal)
-        manifest.write(self.output)
+        manifest.write(self.manifest)
         for member in manifest.members:
             say(f"{member.name:>12}  {member.address:<24} certificate {member.fingerprint[:16]}…")
         say(
-            f"Manifest: {self.output}, hash {manifest.digest.hex()[:16]}…, {len(members)} members, "
+            f"Manifest: {self.manifest}, hash {manifest.digest.hex()[:16]}…, {len(members)} members, "
             f"{manifest.num_faulty} of them may be faulty."
         )
-        say(f"Every member: byzpg peer {self.output} --name NAME")
+        say(f"Every member: byzpg peer {self.manifest} --name NAME")
 
 
 def _manifest(members: list[Any], options: Config, num_faulty: int | None, waiting: Waiting, rehearsal: bool) -> Any:
@@ -392,7 +394,7 @@ async def _watch(
                 statuses = await observer.ask()
                 live.update(_table(manifest, statuses), refresh=console.is_terminal)
                 heard = [status for status in statuses.values() if status is not None]
-                done = max((status["iteration"] for status in heard), default=-1)
+                done = median_low([status["iteration"] for status in heard] or [-1])
                 if not console.is_terminal and done >= 0 and done // 10 != said // 10:
                     said = done
                     say(f"iteration {done} of {heard[0]['num_iterations']}: return {_last_return(statuses)}")
@@ -411,11 +413,14 @@ async def _watch(
 
 def _last_return(statuses: "Statuses") -> str:
     values = [status["curve"][-1][1] for status in statuses.values() if status is not None and status["curve"]]
-    return f"{sum(values) / len(values):.0f}" if values else "–"
+    return f"{median(values):.0f}" if values else "–"
 
 
 def _table(manifest: "Manifest", statuses: "Statuses") -> Table:
-    """A line per member: what it says of itself, and what the others have seen of it."""
+    """A line per member: what it says of itself, and what the others have seen of it.
+
+    Of numbers that all of them see, the median: one liar does not move it.
+    """
     table = Table(title=f"federation {manifest.federation[:8]}, run {manifest.run[:8]}")
     for column in ("member", "state", "iteration", "return", "step", "missed", "weight", "equivocated", "rejected"):
         table.add_column(column, justify="left" if column in ("member", "state") else "right")
@@ -429,8 +434,8 @@ def _table(manifest: "Manifest", statuses: "Statuses") -> Table:
         weights = [each["weight"] for each in seen if each["weight"] is not None]
         rejected = sum(sum(each["rejected"].values()) for each in seen)
         about = (
-            f"{max((each['absences'] for each in seen), default=0)}",
-            f"{sum(weights) / len(weights):.0%}" if weights else "–",
+            f"{median_low([each['absences'] for each in seen] or [0])}",
+            f"{median(weights):.0%}" if weights else "–",
             f"{max((each['equivocations'] for each in seen), default=0)}",
             f"{rejected}",
         )

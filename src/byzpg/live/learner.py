@@ -131,13 +131,13 @@ class Learner:
     def adopt(self, iteration: int, states: Sequence[np.ndarray | None]) -> None:
         """Take over the state of others [K], combined part by part with the agreement rule.
 
-        The own state is out of date. In its place stands the coordinate-wise median of the others': for rules that
-        start from the own row, it is one that liars cannot move far.
+        The own state is out of date, and some are missing. In their places stands the coordinate-wise median of the
+        others, which liars cannot move far: for rules that start from the own row, and so that K − f rows are sound.
         """
         rule, found = self.agreement or self.aggregator, [state for state in states if state is not None]
         median = np.median(np.stack(found), axis=0).astype(np.float32)
         rows = np.stack([median if state is None else state for state in states])
-        present = np.asarray([state is not None or k == self.index for k, state in enumerate(states)])
+        present = np.ones(len(rows), bool)
         parts = rows.reshape(len(rows), -1, self.dimension)
         key = jax.random.fold_in(self.stream(iteration, self.num_members), self.index)
         combined = [

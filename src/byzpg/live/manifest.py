@@ -139,7 +139,7 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         if path.exists():
-            raise ValueError(f"{path} is there already: choose another --output.")
+            raise ValueError(f"{path} is there already: choose another --manifest.")
         write_atomically(path, lambda file: file.write(self.to_toml().encode()))
 
     def to_toml(self) -> str:

@@ -13,7 +13,7 @@ import signal
 import socketserver
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from hashlib import sha256
@@ -123,14 +123,12 @@ class Monitor:
                     await asyncio.sleep(0.05)
 
 
-def serve(
-    manifest: Manifest, own: int, key: Path, host: str, port: int, on_ready: Callable[[str], None]
-) -> None:
+def serve(manifest: Manifest, own: int, key: Path, host: str, port: int, on_ready: Callable[[str], None]) -> None:
     """Serve the status page until Ctrl-C or SIGTERM."""
     private = read_key(key, manifest.members[own])
 
     @asynccontextmanager
-    async def source() -> Any:
+    async def source() -> AsyncIterator[Ask]:
         observer = Observer(manifest, own, private)
         try:
             yield observer.ask
@@ -156,7 +154,9 @@ class _Server(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError, UnicodeError) as error:
             words = getattr(error, "strerror", None) or error
-            raise ValueError(f"cannot serve the status page on {host}:{port}: {words}. See --host and --port.") from None
+            raise ValueError(
+                f"cannot serve the status page on {host}:{port}: {words}. See --host and --port."
+            ) from None
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
         self.local = _is_loopback(str(self.server_address[0]))
         self.policy = _policy(self.page.decode())

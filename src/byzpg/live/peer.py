@@ -54,6 +54,13 @@ class Checkpoint:
     iteration: int
     snapshot: np.ndarray
 
+    def as_bytes(self) -> bytes:
+        return self.iteration.to_bytes(8, "little") + self.snapshot.astype("<f4").tobytes()
+
+    @classmethod
+    def of(cls, content: bytes) -> "Checkpoint":
+        return cls(int.from_bytes(content[:8], "little"), np.frombuffer(content, "<f4", offset=8))
+
 
 class Computation(Interface):
     """What a member computes between messages."""
@@ -120,9 +127,10 @@ class Peer:
         self.outgoing: Outgoing | None = None
         kept_messages = 2 * self.course.per_iteration + 2  # of this iteration and the last, and the barriers
         self._outbox = store.records("outbox.bin", kept_messages, self.codec.largest)
-        self._checkpoints = store.records("checkpoints.bin", 2, 4 * computation.state_dimension)
+        self._checkpoints = store.records("checkpoints.bin", 2, 8 + 4 * computation.state_dimension)
         found = self._checkpoints.read()
-        self._checkpoint = Checkpoint(max(found), np.frombuffer(found[max(found)], "<f4")) if found else None
+        self._num_checkpoints = max(found, default=-1) + 1  # a new one never takes the place of the newest
+        self._checkpoint = Checkpoint.of(found[max(found)]) if found else None
         if self._checkpoint is not None:
             computation.restore(self._checkpoint.iteration, self._checkpoint.snapshot)
         self.protocol = Protocol(
@@ -272,7 +280,8 @@ class Peer:
 
     def _saved(self, iteration: int) -> Checkpoint:
         checkpoint = Checkpoint(iteration, self.computation.snapshot())
-        self._checkpoints.put(iteration, checkpoint.snapshot.astype("<f4").tobytes())
+        self._checkpoints.put(self._num_checkpoints, checkpoint.as_bytes())
+        self._num_checkpoints += 1
         return checkpoint
 
     def _finished(self, step: int, checkpoint: Checkpoint, record: dict[str, Any]) -> list[Action]:

@@ -3,8 +3,8 @@
 A run is a row of steps. Step 0 is the start barrier; then every iteration has 1 + κ steps, the exchange of gradients
 and κ rounds of agreement; the last step is a barrier too, where members wait for those behind. In every step each
 member publishes one message and gathers everyone's. A step ends when all K messages are in, or K − f (the member's own
-counts) and a grace period has passed; with fewer it never ends. Only the last does, after a grace period in which no
-more members than can lie were heard in an earlier step: whoever was there has seen all K and left.
+counts) and a grace period has passed; with fewer it never ends. Only the last step does, after a grace period in which
+fewer than K − f members gave a sign of life: the others have seen all K there, and left.
 
 Messages travel by pull as well as by push: a member that lacks one asks its sender, who has kept those of this and the
 last iteration. A member too far behind for that is sent states instead, and adopts what K − f members say.
@@ -93,12 +93,6 @@ class Log(NamedTuple):
     message: Message
 
 
-class Forget(NamedTuple):
-    """Own messages before this step are no longer needed."""
-
-    step: int
-
-
 class Send(NamedTuple):
     to: int
     message: Message
@@ -165,7 +159,7 @@ class Finished(NamedTuple):
     """The run is over for this member."""
 
 
-Action = Log | Forget | Send | SendState | SetTimer | Begin | Combine | Adopt | Alarm | Evidence | Count | Finished
+Action = Log | Send | SendState | SetTimer | Begin | Combine | Adopt | Alarm | Evidence | Count | Finished
 
 # Makes the signed message of a step; must give the same for the same input.
 Seal = Callable[[int, np.ndarray, tuple[Receipt, ...]], Message]
@@ -197,7 +191,7 @@ class Protocol:
     _adopting: bool = field(default=False, init=False)
     _gracing: bool = field(default=False, init=False)  # the grace period of this step has begun
     _waited: int = field(default=0, init=False)  # how many retries this step has been short of a quorum
-    _stragglers: set[int] = field(default_factory=set, init=False)  # heard before the last step, lately
+    _heard: set[int] = field(default_factory=set, init=False)  # members heard in this step, or grace period of the last
     _over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -271,8 +265,7 @@ class Protocol:
     def received(self, message: Message) -> list[Action]:
         """A message whose sender, form and signature have been checked."""
         sender, step = message.sender, message.step
-        if step < self.course.last:
-            self._stragglers.add(sender)
+        self._heard.add(sender)
         if message.kind == "ask":
             return self._asked(sender, step)
         self._positions[sender] = max(self._positions[sender], step)
@@ -320,9 +313,9 @@ class Protocol:
     def _grace_ended(self, inbox: dict[int, Message]) -> list[Action]:
         if self._adopting or (self.step < self.course.last and not self._ready(inbox)):
             return []
-        if not self._ready(inbox) and len(self._stragglers) > self.course.num_faulty:
-            self._stragglers.clear()
-            return [SetTimer("grace", self.step)]
+        if not self._ready(inbox) and len(self._heard | inbox.keys()) >= self.course.quorum:
+            self._heard.clear()
+            return [SetTimer("grace", self.step)]  # there may be a quorum yet
         return self._calm() + self._end_step()
 
     def _end_step(self) -> list[Action]:
@@ -336,7 +329,7 @@ class Protocol:
     def _enter(self, step: int) -> list[Action]:
         """Gather the messages of a step from now on."""
         self.step, self._gracing, self._waited = step, False, 0
-        self._stragglers.clear()
+        self._heard.clear()
         self._inbox = {each: inbox for each, inbox in self._inbox.items() if each in (step, step + 1)}
         self._seen = {each: seen for each, seen in self._seen.items() if each >= step - 2}
         inbox = self._inbox.get(step, {})
@@ -351,7 +344,7 @@ class Protocol:
         first = self.course.first_step(iteration)
         kept = self.course.first_step(iteration - 1) if iteration else 0
         self.sent = {step: message for step, message in self.sent.items() if step >= kept or not step}
-        actions: list[Action] = [Forget(kept)]
+        actions: list[Action] = []
         if self.step != first:
             actions += self._enter(first)
         actions += [SendState(other) for other in sorted(self._behind)]

@@ -9,6 +9,7 @@ import struct
 import zlib
 from pathlib import Path
 
+_flush = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 HEAD = struct.Struct("<QQI")  # number, length, checksum of the number and the content
 
 
@@ -18,8 +19,11 @@ class Records:
     def __init__(self, path: Path, num_slots: int, largest: int) -> None:
         self._num_slots, self._slot_bytes = num_slots, HEAD.size + largest
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if os.fstat(self._handle).st_size != num_slots * self._slot_bytes:
-            os.posix_fallocate(self._handle, 0, num_slots * self._slot_bytes)
+        size = num_slots * self._slot_bytes
+        if os.fstat(self._handle).st_size != size:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._handle, 0, size)
+            os.truncate(self._handle, size)
             os.fsync(self._handle)
 
     def close(self) -> None:
@@ -27,9 +31,11 @@ class Records:
 
     def put(self, number: int, content: bytes) -> None:
         """Keep a record; on return it is safe on the disk."""
+        if len(content) > self._slot_bytes - HEAD.size:
+            raise ValueError(f"a record must have at most {self._slot_bytes - HEAD.size} bytes, got {len(content)}.")
         head = HEAD.pack(number, len(content), _checksum(number, content))
         os.pwritev(self._handle, [head, content], (number % self._num_slots) * self._slot_bytes)
-        os.fdatasync(self._handle)
+        _flush(self._handle)
 
     def read(self) -> dict[int, bytes]:
         """All records that are whole."""
