@@ -180,12 +180,12 @@ def together(arguments: list[list[str]]) -> list[dict[str, float]]:
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-def measure(dimension: int, num_iterations: int, rounds: int, repeats: int) -> None:
+def measure(dimension: int, num_iterations: int, rounds: int, repeats: int, where: Path | None) -> None:
     training = {"trajectories": 100}
     ratios, sizes = [], 0.0
     rates: dict[str, list[float]] = {"bare": [], "live": []}
     for _ in range(repeats):  # alternating, since the machine is shared
-        with tempfile.TemporaryDirectory() as name:
+        with tempfile.TemporaryDirectory(dir=where) as name:
             folder = Path(name)
             found(folder, training, Times(grace=30.0))
             members = [str(own) for own in range(len(NAMES))]
@@ -295,6 +295,7 @@ def main() -> None:
     rounds = commands.add_parser("rounds")
     rounds.add_argument("--repeats", type=int, default=3)
     rounds.add_argument("--dimension", type=int)
+    rounds.add_argument("--where", type=Path, help="where members keep their files; /dev/shm: not on one shared disk")
     long = commands.add_parser("soak")
     long.add_argument("--minutes", type=float, default=60.0)
     long.add_argument("--every", type=float, default=10.0)
@@ -319,7 +320,7 @@ def main() -> None:
         print(f"K = {len(NAMES)}, loopback, mutual TLS, {os.cpu_count()} cores")
         for dimension, num_iterations in ((5_000, 300), (1_000_000, 12)):
             if options["dimension"] in (None, dimension):
-                measure(dimension, num_iterations, 3, options["repeats"])
+                measure(dimension, num_iterations, 3, options["repeats"], options["where"])
 
 
 if __name__ == "__main__":

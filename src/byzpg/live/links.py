@@ -2,7 +2,7 @@
 
 A member dials those after it in the manifest and is dialled by those before it. Who a message is from is decided by
 the certificate of its connection. Nobody waits for a slow member: of each kind of message at most one waits to be sent
-to it, and a newer one takes its place.
+to it (of vectors two, this step's and the last's), and a newer one takes its place.
 """
 
 import asyncio
@@ -71,10 +71,13 @@ class Mailbox:
 
     def put(self, message: Message, frame: bytes) -> None:
         kind = message.kind
-        if kind == "vector":
-            # An answer about the past must not push out the present.
-            kind = "answer" if message.step < self.newest else "vector"
-            self.newest = max(self.newest, message.step)
+        if kind == "vector" and message.step < self.newest:
+            kind = "answer"  # about the past, which must not push out the present
+        elif kind == "vector":
+            self.newest = message.step
+            if "vector" in self.waiting:
+                # Others may have gone on without waiting for ours, but they will still need it.
+                self.waiting["previous"] = self.waiting.pop("vector")
         self.waiting[kind] = frame
         self.filled.set()
 

@@ -45,6 +45,7 @@ from byzpg.live.wire import Codec, Rejected
 # An equivocator can contradict itself in every step: this many proofs are enough.
 EVIDENCE_PER_MEMBER = 20
 FLUSH_SECONDS = 3.0
+SMALL = 2**18  # numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,9 @@ class Checkpoint:
     iteration: int
     snapshot: np.ndarray
 
-    def as_bytes(self) -> bytes:
-        return self.iteration.to_bytes(8, "little") + self.snapshot.astype("<f4").tobytes()
+    def parts(self) -> tuple[bytes, memoryview]:
+        """As bytes, without a copy."""
+        return self.iteration.to_bytes(8, "little"), memoryview(np.ascontiguousarray(self.snapshot, "<f4")).cast("B")
 
     @classmethod
     def of(cls, content: bytes) -> "Checkpoint":
@@ -145,6 +147,8 @@ class Peer:
         events = Events(self._received, self._linked, self._unlinked, self._refused, self._report)
         self.links = Links(manifest, own, private, self.codec.largest, listen, events, delay)
         self._jobs: asyncio.Queue[Callable[[], Callable[[], list[Action]]]] = asyncio.Queue()
+        # To combine a few short vectors takes less time than to hand them to another thread.
+        self._is_small = self.course.num_members * computation.dimension <= SMALL
         self._over = asyncio.Event()
         self._step_began = 0.0
         self._state_message: Message | None = None
@@ -204,7 +208,10 @@ class Peer:
                     self._jobs.put_nowait(lambda iteration=iteration: self._begin(iteration))
                 case Combine():
                     self._step_ended(action)
-                    self._jobs.put_nowait(lambda action=action: self._combine(action))
+                    if self._is_small:
+                        self._do(self._combine(action)())
+                    else:
+                        self._jobs.put_nowait(lambda action=action: self._combine(action))
                 case Adopt():
                     self.log("rejoin", iteration=action.iteration, states=self._named(action.states))
                     self._jobs.put_nowait(lambda action=action: self._adopt(action))
@@ -280,7 +287,7 @@ class Peer:
 
     def _saved(self, iteration: int) -> Checkpoint:
         checkpoint = Checkpoint(iteration, self.computation.snapshot())
-        self._checkpoints.put(self._num_checkpoints, checkpoint.as_bytes())
+        self._checkpoints.put(self._num_checkpoints, *checkpoint.parts())
         self._num_checkpoints += 1
         return checkpoint
 

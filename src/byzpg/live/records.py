@@ -7,6 +7,7 @@ A record that a crash cut off fails its checksum and does not count; the one it 
 import os
 import struct
 import zlib
+from functools import reduce
 from pathlib import Path
 
 _flush = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
@@ -29,12 +30,13 @@ class Records:
     def close(self) -> None:
         os.close(self._handle)
 
-    def put(self, number: int, content: bytes) -> None:
-        """Keep a record; on return it is safe on the disk."""
-        if len(content) > self._slot_bytes - HEAD.size:
-            raise ValueError(f"a record must have at most {self._slot_bytes - HEAD.size} bytes, got {len(content)}.")
-        head = HEAD.pack(number, len(content), _checksum(number, content))
-        os.pwritev(self._handle, [head, content], (number % self._num_slots) * self._slot_bytes)
+    def put(self, number: int, *parts: bytes | memoryview) -> None:
+        """Keep a record, its parts one after the other; on return it is safe on the disk."""
+        length = sum(map(len, parts))
+        if length > self._slot_bytes - HEAD.size:
+            raise ValueError(f"a record must have at most {self._slot_bytes - HEAD.size} bytes, got {length}.")
+        head = HEAD.pack(number, length, _checksum(number, *parts))
+        os.pwritev(self._handle, [head, *parts], (number % self._num_slots) * self._slot_bytes)
         _flush(self._handle)
 
     def read(self) -> dict[int, bytes]:
@@ -49,5 +51,5 @@ class Records:
         return found
 
 
-def _checksum(number: int, content: bytes) -> int:
-    return zlib.crc32(content, zlib.crc32(number.to_bytes(8, "little")))
+def _checksum(number: int, *parts: bytes | memoryview) -> int:
+    return reduce(lambda so_far, part: zlib.crc32(part, so_far), parts, zlib.crc32(number.to_bytes(8, "little")))

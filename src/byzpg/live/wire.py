@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from math import isfinite
 from typing import get_args
 from uuid import UUID
 
@@ -66,12 +67,14 @@ class Codec:
         signing: ed25519.Ed25519PrivateKey,
     ) -> Message:
         """The signed message of this member."""
-        content = b"".join(RECEIPT.pack(each.sender, each.digest, each.signature) for each in receipts)
-        content += np.ascontiguousarray(vector, "<f4").tobytes()
-        digest = sha256(content).digest()
+        packed = b"".join(RECEIPT.pack(each.sender, each.digest, each.signature) for each in receipts)
+        raw = memoryview(np.ascontiguousarray(vector, "<f4")).cast("B") if len(vector) else b""
+        hashed = sha256(packed)
+        hashed.update(raw)
+        digest = hashed.digest()
         head = self._head(kind, self.course.own, step, len(vector), digest)
         signature = signing.sign(TAG + head)
-        frame = b"".join((head, signature, content))
+        frame = b"".join((head, signature, packed, raw))
         return Message(kind, self.course.own, step, vector, tuple(receipts), digest, signature, frame)
 
     def decode(self, frame: bytes, sender: int) -> Message:
@@ -111,7 +114,8 @@ class Codec:
         if any(receipt.sender >= self.course.num_members for receipt in receipts):
             raise Rejected("malformed")
         vector = np.frombuffer(frame, "<f4", dimension, receipts_end)
-        if not np.all(np.isfinite(vector)):
+        # Both are NaN where any number is, and infinite where any is.
+        if dimension and not (isfinite(vector.min()) and isfinite(vector.max())):
             raise Rejected("non-finite")
         return Message(kind, sender, step, vector, receipts, digest, signature, frame)
 
