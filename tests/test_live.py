@@ -4,13 +4,17 @@ import asyncio
 import json
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from live_federation import NAMES, PATIENCE, Federation, on_loopback, until
+from live_federation import NAMES, PATIENCE, Federation, free_ports, on_loopback, until
+from prometheus_client.parser import text_string_to_metric_families
 
 from byzpg import Config, load
 from byzpg.live.learner import Learner
@@ -26,8 +30,17 @@ SHORT: dict[str, Any] = {"horizon": 100, "large_batch": 6, "trajectories": 180, 
 PATIENT = Times(grace=120.0, start_grace=300.0)
 
 
-def take_part_together(federation: Federation, attack: str | None, seed: int | None = SEED) -> None:
-    """All members in this process, over real connections; the last one attacks. The run ends when they all have."""
+def take_part_together(
+    federation: Federation,
+    attack: str | None,
+    seed: int | None = SEED,
+    metrics: tuple[str, int] | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """All members in this process, over real connections; the last one attacks. The run ends when they all have.
+
+    The first one serves its metrics; `meanwhile` is called now and then.
+    """
     Learner(federation.manifest.settings(), 0, np.zeros(2, np.uint32)).warm_up()  # compiled once for all
 
     async def everyone() -> None:
@@ -41,6 +54,7 @@ def take_part_together(federation: Federation, attack: str | None, seed: int | N
                         federation.directory(name),
                         attack=attack if name == NAMES[-1] else None,
                         seed=seed,
+                        metrics=metrics if name == NAMES[0] else None,
                     ),
                 )
             )
@@ -48,6 +62,9 @@ def take_part_together(federation: Federation, attack: str | None, seed: int | N
         }
         *honest, last = members.values()
         async with asyncio.timeout(PATIENCE):
+            while meanwhile is not None and not any(each.done() for each in honest):
+                await asyncio.to_thread(meanwhile)
+                await asyncio.sleep(0.05)
             await asyncio.gather(*honest)
         # A liar that nobody hears would wait for the others for ever.
         await asyncio.wait({last}, timeout=3)
@@ -223,3 +240,26 @@ def test_rehearsals_need_a_manifest_that_allows_them(tmp_path: Path) -> None:
             assert federation.processes["alice"].wait() == 2
         assert (tmp_path / "alice.out").read_text().count("rehearsal = false") == 2
         assert not federation.directory("alice").exists()
+
+
+def test_prometheus_sees_what_happens(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    times = Times(grace=0.1, start_grace=300.0, retry=0.05, linger=0.5)
+    with on_loopback(tmp_path, times, horizon=20, large_batch=4, rounds=1, trajectories=40, seed=SEED) as federation:
+        found: dict[str, float] = {}
+
+        def scrape() -> None:
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                for family in text_string_to_metric_families(answer.read().decode()):
+                    for sample in family.samples:
+                        found[sample.name + json.dumps(sample.labels)] = sample.value
+
+        take_part_together(federation, "NonFinite", seed=None, metrics=("127.0.0.1", port), meanwhile=scrape)
+        assert found['byzpg_messages_rejected_total{"peer": "erin", "reason": "non-finite"}'] > 0
+        assert found['byzpg_absences_total{"peer": "erin"}'] > 0
+        assert found["byzpg_peers_missing{}"] == 1
+        assert found["byzpg_round_seconds_count{}"] > 3
+        assert found["byzpg_iteration{}"] >= 1
+        assert 1 <= found["byzpg_return{}"] <= 20
+        assert found['byzpg_diameter{"phase": "gradients"}'] > 0
+        assert found["byzpg_stalled{}"] == 0

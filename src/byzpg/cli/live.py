@@ -117,7 +117,10 @@ def _manifest(members: list[Any], options: Config, num_faulty: int | None, waiti
     for option in FIXED:
         if getattr(options, option) != getattr(defaults, option):
             raise ValueError(f"--{option.replace('_', '-')} is not for a federation: it follows from its members.")
-    planned = replace(options, num_agents=len(members), num_declared=num_faulty, num_seeds=1).resolved()
+    try:
+        planned = replace(options, num_agents=len(members), num_declared=num_faulty, num_seeds=1).resolved()
+    except ValueError as error:
+        raise ValueError(str(error).replace("num_byzantine", "num_faulty")) from None
     training = {name: value for name, value in planned.as_data().items() if name not in FIXED}
     return new_manifest(members, planned.num_declared, training, waiting.times(), rehearsal)
 

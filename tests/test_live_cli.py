@@ -1,0 +1,148 @@
+"""The commands of the live federation, as a user types them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from live_federation import NAMES, free_ports
+
+from byzpg import load
+from byzpg.live.manifest import Manifest
+
+TASK = """
+import gymnasium
+
+def make():
+    return gymnasium.make("CartPole-v1", max_episode_steps=25)
+"""
+
+
+def byzpg(*arguments: str, folder: Path, expect: int = 0) -> str:
+    """What a command prints, in one line of text."""
+    environment = {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-m", "byzpg", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        check=False,
+    )
+    text = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == expect, text
+    return text
+
+
+# Many commands in one process, which starts only once.
+SERVANT = """
+import io, json, sys
+import jax
+from byzpg import cli
+from byzpg.cli.console import console, errors
+answers = []
+for arguments in json.load(sys.stdin):
+    sys.argv = ["byzpg", *arguments]
+    console.file = errors.file = said = io.StringIO()
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code
+    answers.append((code, " ".join(said.getvalue().split())))
+    jax.config.update = lambda *_: None  # its first call has done it
+sys.stdout.write(json.dumps(answers))
+"""
+
+
+def in_turn(commands: list[tuple[str, ...]], folder: Path) -> list[tuple[int, str]]:
+    """Exit codes and texts of commands, one after the other."""
+    environment = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-c", SERVANT],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
+    first, second = free_ports(2)
+    assert "alice.key" in byzpg("keygen", "--name", "alice", "--address", f"127.0.0.1:{first}", folder=tmp_path)
+    assert (tmp_path / "alice.key").stat().st_mode & 0o777 == 0o600
+    cards = ("alice.card", "bob.card")
+    done = in_turn(
+        [
+            ("keygen", "--name", "bob", "--address", f"127.0.0.1:{second}"),
+            ("federation", "new", *cards, "--trajectories", "50"),
+            ("watch", "federation.toml", "--name", "alice", "--once"),
+        ],
+        tmp_path,
+    )
+    assert [code for code, _ in done] == [0, 0, 0], done
+    manifest = Manifest.load(tmp_path / "federation.toml")
+    assert manifest.digest.hex()[:16] in done[1][1]
+    assert (manifest.num_faulty, manifest.rehearsal) == (0, False)
+    assert manifest.settings().trajectories == 50
+    assert "no answer" in done[2][1]
+    elsewhere = ("federation", "new", *cards, "--manifest", "x.toml")
+    wrong = {
+        ("keygen", "--name", "alice", "--address", "127.0.0.1:1"): "never overwritten",
+        ("keygen", "--name", "Alice!", "--address", "127.0.0.1:1"): "a-z",
+        ("federation", "new", cards[0]): "at least 2 members",
+        ("federation", "new", *cards): "is there already",
+        (*elsewhere, "--num-faulty", "1"): "num_faulty ≤ 0",
+        (*elsewhere, "--num-seeds", "2"): "follows from its members",
+        (*elsewhere, "--algorithm", "ByzPG"): "without a server",
+        ("peer", "federation.toml", "--name", "mallory"): "no member of this federation",
+        ("peer", "federation.toml", "--name", "alice", "--key", "bob.key"): "not the key of alice",
+        ("peer", "nowhere.toml", "--name", "alice"): "cannot be read",
+        ("peer", "federation.toml", "--name", "alice", "--listen", "here"): "host:port",
+        ("watch", "federation.toml", "--name", "alice", "--key", "none.key"): "cannot be read",
+        ("evidence", "verify", "federation.toml", "alice.card"): "alice.card",
+        ("federation", "demo", "--liar", "AvgZero"): "what everybody else sends",
+        ("federation", "demo", "--liar", "nonsense"): "there is no attack",
+        ("federation", "demo", "--members", "1"): "2 to 13",
+    }
+    for (command, words), (code, said) in zip(wrong.items(), in_turn(list(wrong), tmp_path), strict=True):
+        assert code == 2, (command, said)
+        assert words in said, (command, said)
+    assert not (tmp_path / "x.toml").exists()
+    assert not (tmp_path / "federation-demo").exists()
+
+
+def test_a_demonstration_with_a_task_of_ones_own_and_a_liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_task.py").write_text(TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["--env", "my_task:make", "--large-batch", "3", "--trajectories", "9", "--rounds", "1"]
+    said = byzpg("federation", "demo", "--liar", "equivocate", *options, folder=tmp_path)
+    assert "erin attacks with equivocate" in said
+    made = tmp_path / "federation-demo"
+    assert (made / "curves.png").stat().st_size > 10_000
+    runs = {name: load(made / name / "run") for name in NAMES[:4]}
+    assert all(run.complete and run.returns.shape == (1, 3) for run in runs.values())
+    assert all((run.returns <= 25).all() for run in runs.values())
+    evidence = sorted((made / "alice" / "evidence").glob("*.json"))
+    proven = byzpg("evidence", "verify", str(made / "federation.toml"), str(evidence[0]), folder=tmp_path)
+    assert "proven. erin signed two different messages" in proven
+    forged = tmp_path / "forged.json"
+    values = json.loads(evidence[0].read_text())
+    values["messages"][0]["head"] = values["messages"][0]["head"][:-2] + "00"
+    forged.write_text(json.dumps(values))
+    assert "forged" in byzpg(
+        "evidence", "verify", str(made / "federation.toml"), str(forged), folder=tmp_path, expect=2
+    )
+    events = [json.loads(line) for line in (made / "erin" / "log.jsonl").read_text().splitlines()]
+    assert any(event["event"] == "rehearsal" for event in events)
+
+
+def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "cryptography.py").write_text("raise ModuleNotFoundError(name='cryptography')")
+    said = byzpg("keygen", "--name", "alice", "--address", "127.0.0.1:7700", folder=tmp_path, expect=2)
+    assert "pip install 'byzpg[live]'" in said
