@@ -73,7 +73,7 @@ def test_imports_point_one_way_and_only_the_command_line_prints(path: Path) -> N
     itself = {module} if path.parent != SOURCES else set()  # a folder's files may import each other
     assert imported_modules(tree) <= set(ORDER[: ORDER.index(module)]) | itself
     prints = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print"]
-    assert not prints, "use the console in cli.py"
+    assert not prints, "use the console of cli"
 
 
 def test_ci_runs_the_readme_test_command() -> None:
