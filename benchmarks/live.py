@@ -46,6 +46,7 @@ class Idle:
         self.state_dimension = STATE_VECTORS * dimension
         self._state = np.zeros(self.state_dimension, np.float32)
         self._vector = np.random.default_rng(0).normal(size=dimension).astype(np.float32)
+        self.plan_digest = ""
         self.times: list[float] = []
 
     def warm_up(self) -> None: ...

@@ -181,7 +181,7 @@ def test_strangers_are_not_heard(federation: Federation, how: str) -> None:
     federation.wait_for_iterations(1, *NAMES)
 
 
-# A member gone bad: erin's own key, in other hands. It prints what became of each attempt.
+# A member gone bad: alice's own key, in other hands. It prints what became of each attempt.
 TRAITOR = """
 import asyncio, sys
 from pathlib import Path
@@ -193,26 +193,30 @@ from byzpg.live.manifest import Manifest
 
 folder = Path(sys.argv[1])
 manifest = Manifest.load(folder / "federation.toml")
-private = read_key(folder / "erin.key", manifest.members[4])
+private = read_key(folder / "alice.key", manifest.members[0])
 
-async def attempt(frame):
-    # erin is dialled by everybody: alice takes no second stream, but a member may dial whom it likes
-    channel = links.open_channel(manifest, 4, private, 0, 2**20)
+async def attempt(what, frames):
+    channel = links.open_channel(manifest, 0, private, 1, 2**20)
     call = channel.stream_stream(f"/{links.SERVICE}/{links.LINK}")(timeout=60)
     try:
-        await call.write(manifest.canonical)
-        assert await call.read() == manifest.canonical
-        await call.write(frame)
+        hello = await call.read()
+        await call.write(hello)
+        for frame in frames:
+            await call.write(frame)
         while isinstance(await call.read(), bytes):
             pass
-        print(await call.code())
-    except aio.AioRpcError as error:
-        print(error.code())
+        print(what, await call.code(), await call.details())
+    except (aio.AioRpcError, asyncio.InvalidStateError) as error:
+        print(what, await call.code(), await call.details())
     finally:
         await channel.close()
 
-asyncio.run(attempt(bytes(2**30)))
-print("done")
+async def main():
+    await attempt("gigabyte", [bytes(2**30)])
+    await attempt("flood", [b"nonsense" * 30] * 60)
+    await attempt("again", [])
+
+asyncio.run(main())
 """
 
 SLOW = """
@@ -235,20 +239,22 @@ def memory(federation: Federation, name: str) -> int:
     return int(next(line for line in statuses if line.startswith("VmRSS")).split()[1]) * 1024
 
 
-def test_a_gigabyte_in_one_frame_is_refused_before_it_is_read(federation: Federation) -> None:
-    federation.kill("erin")
-    before = memory(federation, "alice")
-    command = federation.inside("erin", [sys.executable, "-c", TRAITOR, str(federation.folder)])
+def test_a_gigabyte_in_one_frame_is_refused_before_it_is_read_and_a_flood_is_cut_off(federation: Federation) -> None:
+    federation.kill("alice")
+    before = memory(federation, "bob")
+    command = federation.inside("alice", [sys.executable, "-c", TRAITOR, str(federation.folder)])
     traitor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     largest = before
     while traitor.poll() is None:
-        largest = max(largest, memory(federation, "alice"))
+        largest = max(largest, memory(federation, "bob"))
         time.sleep(0.05)
     output = "".join(traitor.communicate())
-    assert "RESOURCE_EXHAUSTED" in output, output
+    assert "gigabyte StatusCode.RESOURCE_EXHAUSTED" in output, output
+    assert "again StatusCode.PERMISSION_DENIED too many bad messages" in output, output
+    assert "flood" in {event["reason"] for event in federation.events("bob", "refused")}
     assert largest - before < 2**27
-    federation.wait_for_iterations(2, *others("erin"))
-    federation.start("erin")
+    federation.wait_for_iterations(2, *others("alice"))
+    federation.start("alice")
     federation.wait_until_together(*NAMES)
 
 

@@ -34,7 +34,7 @@ LAST = COURSE.last
 CODEC = Codec(
     COURSE, MANIFEST.digest, UUID(MANIFEST.run).bytes, D, STATE, [member.verifier() for member in MANIFEST.members]
 )
-VECTOR = np.asarray([0.5, -2.0, 3e-40, 1e30], np.float32)
+VECTOR = np.asarray([0.5, -2.0, 3e-40, 1e17], np.float32)
 FINAL = np.arange(STATE, dtype=np.float32)
 
 
@@ -181,6 +181,7 @@ REJECTED: dict[str, tuple[str, bytes]] = {
     "nan": ("non-finite", build(content=number(np.nan))),
     "inf": ("non-finite", build(content=number(np.inf))),
     "minus inf": ("non-finite", build(content=number(-np.inf))),
+    "too large for any rule": ("non-finite", build(content=number(6e17))),
 }
 
 
@@ -201,7 +202,7 @@ def test_what_the_rejected_are_made_from_is_accepted():
         build(phase=BARRIER, dimension=0, content=b""),
         build(iteration=ITERATIONS, phase=BARRIER, dimension=0, content=b""),
         build(iteration=ITERATIONS - 1, phase=ROUNDS),
-        build(content=number(3e38)),
+        build(content=number(4e17)),
     ):
         CODEC.decode(sound, SENDER)
 

@@ -7,6 +7,16 @@ from pathlib import Path
 from typing import IO
 
 
+def flush_directory(path: Path) -> None:
+    """Make sure that what was created or renamed there outlives a power cut, where the system can."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Let `write` fill a new file, and put it in the place of `path` once it is safe on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -18,5 +28,6 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp makes it private
         os.replace(temporary, path)
+        flush_directory(path.parent)
     finally:
         Path(temporary).unlink(missing_ok=True)

@@ -167,6 +167,7 @@ class Demo:
 
     def _train(self, manifest: "Manifest", path: Path) -> None:
         names = [member.name for member in manifest.members]
+        honest = names[:-1] if self.liar is not None else names
         processes = {}
         try:
             for name in names:
@@ -182,13 +183,14 @@ class Demo:
                 # What the first member compiles, the others find.
                 while name == names[0] and processes[name].poll() is None and not _is_ready(self.directory / name):
                     time.sleep(0.1)
-            asyncio.run(_watch(manifest, 0, self.directory / f"{names[0]}.key", processes=processes))
+            # A liar that nobody hears would never end.
+            awaited = {name: processes[name] for name in honest}
+            asyncio.run(_watch(manifest, 0, self.directory / f"{names[0]}.key", processes=awaited))
         finally:
             for process in processes.values():
                 process.terminate()
             for process in processes.values():
                 process.wait()
-        honest = names[:-1] if self.liar is not None else names
         failed = [name for name in honest if processes[name].returncode]
         if failed:
             raise ValueError(f"{', '.join(failed)} did not finish: see {self.directory / failed[0]}.out.")

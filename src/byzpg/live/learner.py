@@ -4,9 +4,10 @@ Random numbers have the addresses they have in `simulate`, under a key of the me
 simulator's key draws what its simulated twin draws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import jax
@@ -55,11 +56,16 @@ class Learner:
         self._attack = attack if attack is not None and attack.poisons_play else None
         self.returns, self.steps = np.zeros(0), 0  # of the last batch of episodes
         self.outcome = Outcome(0.0, None)  # of the last step
-        self.output = self.parameters  # θ_T̂, once iteration T̂ has come
+        self.on_output: Callable[[np.ndarray], None] = lambda parameters: None  # told θ_T̂ when iteration T̂ begins
 
     @property
     def num_iterations(self) -> int:
         return len(self.plan.large)
+
+    @property
+    def plan_digest(self) -> str:
+        """Of the batch sizes of all iterations: they follow from the bits of θ_0, which every member draws itself."""
+        return sha256(self.plan.large.tobytes()).hexdigest()
 
     @property
     def parameters(self) -> np.ndarray:
@@ -73,7 +79,7 @@ class Learner:
         """The member's gradient estimate ṽ_t [d], from episodes of its own."""
         large, state = bool(self.plan.large[iteration]), self._state
         if iteration == self.plan.output_iteration:
-            self.output = self.parameters
+            self.on_output(self.parameters)
         keys = self.stream(iteration, self.index)[None]
         if isinstance(self.agent.env, HostTask):
             episodes = self.agent.play(state.parameters, keys, large, _liars(self._attack))
@@ -139,12 +145,15 @@ class Learner:
         rows = np.stack([median if state is None else state for state in states])
         present = np.ones(len(rows), bool)
         parts = rows.reshape(len(rows), -1, self.dimension)
-        key = jax.random.fold_in(self.stream(iteration, self.num_members), self.index)
+        key = self.stream(iteration, self.num_members + 1 + self.rounds)  # one that no round uses
         combined = [
             np.asarray(_apply(rule, self.num_faulty, parts[:, part], present, self.index, key)[0])
             for part in range(parts.shape[1])
         ]
-        self.restore(iteration, np.concatenate(combined))
+        # A liar may have moved what was near 0 past it, where no variance can be: back between honest numbers.
+        ordered = np.sort(np.stack(found), axis=0)
+        low, high = ordered[self.num_faulty], ordered[-self.num_faulty - 1]
+        self.restore(iteration, np.clip(np.concatenate(combined), low, high))
 
     def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
         """Tell the status what the last step, or with phase None the last iteration, was like; numbers to keep."""

@@ -39,6 +39,7 @@ def channel_options(largest: int) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_concurrent_streams", 16),
+        ("grpc.max_connection_idle_ms", 60_000),
         ("grpc.max_metadata_size", 8192),
     ]
 
@@ -110,10 +111,13 @@ class Links:
         largest: int,
         listen: str,
         events: Events,
+        plan_digest: str,
         delay: float = 0.0,
     ) -> None:
         self.manifest, self.own, self.private, self.events, self.listen = manifest, own, private, events, listen
-        self.limit = max(largest, 2 * len(manifest.canonical) + 4096)  # manifests are exchanged too
+        self._hello = manifest.canonical + b"\n" + plan_digest.encode()
+        self._longest_hello = 2 * len(self._hello) + 4096
+        self.limit = max(largest, self._longest_hello)
         self.delay = delay  # of a rehearsed slow writer
         self.connected: set[int] = set()
         self.bytes_sent = self.bytes_received = 0
@@ -136,7 +140,9 @@ class Links:
         except RuntimeError:
             port = 0
         if not port:
-            raise ValueError(f"cannot listen on {self.listen}: is another process there already? See --listen.")
+            raise ValueError(
+                f"cannot listen on {self.listen}: the port is taken, or the address not this machine's. See --listen."
+            )
         await self._server.start()
         self._dialers = [
             asyncio.create_task(self._dial(other)) for other in range(self.own + 1, len(self.manifest.members))
@@ -168,12 +174,13 @@ class Links:
 
     async def _accept(self, requests: object, context: aio.ServicerContext) -> None:
         caller = self._caller(context)
-        if caller is None or caller == self.own:
+        if caller is None:
             self.events.refused(None, "stranger", f"a certificate that is not in the manifest, from {context.peer()}")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
-        now = asyncio.get_running_loop().time()
-        if now < self._banished.get(caller, 0):
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many bad messages: wait")
+        if caller >= self.own:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "of two members, the later one is dialled")
+        if asyncio.get_running_loop().time() < self._banished.get(caller, 0):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "too many bad messages: wait")
 
         async def refuse(words: str) -> None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, words)
@@ -219,8 +226,10 @@ class Links:
             grpc.StatusCode.FAILED_PRECONDITION: "manifest",
             grpc.StatusCode.UNAUTHENTICATED: "stranger",
             grpc.StatusCode.RESOURCE_EXHAUSTED: "oversized",
+            grpc.StatusCode.PERMISSION_DENIED: "banished",
         }.get(code, "unreachable")
-        words = (details or code.name).strip()
+        # Somebody else's words, on their way to a terminal.
+        words = "".join(each if each.isprintable() else " " for each in (details or code.name)[:300]).strip()
         if self._said.get(other) != reason or reason == "oversized":
             self._said[other] = reason
             self.events.refused(other, reason, words)
@@ -235,26 +244,54 @@ class Links:
         refuse: Callable[[str], Awaitable[None]],
     ) -> None:
         """Exchange manifests, then messages, until the connection ends."""
-        await write(self.manifest.canonical)
-        try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                theirs = await read()
-        except TimeoutError:
-            return
-        if not isinstance(theirs, bytes):
-            return
-        if theirs != self.manifest.canonical:
-            words = self.manifest.difference(theirs)
-            if self._said.get(other) != words:
-                self._said[other] = words
-                self.events.refused(other, "manifest", f"its manifest differs: {words}")
-            await refuse(f"{self.manifest.members[self.own].name} has another manifest: {words}")
-            return
         if previous := self._streams.pop(other, None):
             previous.cancel()
         task = asyncio.current_task()
         assert task is not None
         self._streams[other] = task
+        try:
+            if await self._greeted(other, read, write, refuse):
+                await self._exchange(other, read, write)
+        finally:
+            if self._streams.get(other) is task:
+                del self._streams[other]
+
+    async def _greeted(
+        self,
+        other: int,
+        read: Callable[[], Awaitable[Any]],
+        write: Callable[[bytes], Awaitable[None]],
+        refuse: Callable[[str], Awaitable[None]],
+    ) -> bool:
+        """Whether both sides have the same manifest and plan; if not, both are told what differs."""
+        await write(self._hello)
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                theirs = await read()
+        except TimeoutError:
+            return False
+        if theirs == self._hello:
+            return True
+        if isinstance(theirs, bytes):
+            self._banished[other] = asyncio.get_running_loop().time() + BANISHMENT
+            words = self._difference(theirs)
+            if self._said.get(other) != words:
+                self._said[other] = words
+                self.events.refused(other, "manifest", f"its manifest differs: {words}")
+            await refuse(f"{self.manifest.members[self.own].name} has another manifest: {words}")
+        return False
+
+    def _difference(self, hello: bytes) -> str:
+        if len(hello) > self._longest_hello:
+            return "theirs is too long to be one"
+        theirs = hello.rpartition(b"\n")[0]
+        if theirs == self.manifest.canonical:
+            return "large and small batches fall otherwise there: use the same versions of byzpg and JAX"
+        return self.manifest.difference(theirs)
+
+    async def _exchange(
+        self, other: int, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[None]]
+    ) -> None:
         self._said.pop(other, None)
         self.connected.add(other)
         self.events.linked(other)
@@ -266,8 +303,7 @@ class Links:
             for half in (reader, writer):
                 half.cancel()
             ended = await asyncio.gather(reader, writer, return_exceptions=True)
-            if self._streams.get(other) is task:
-                del self._streams[other]
+            if self._streams.get(other) is asyncio.current_task():  # else a new one has taken its place
                 self.connected.discard(other)
                 words = [str(each) for each in ended if isinstance(each, Exception)]
                 self.events.unlinked(other, words[0] if words else "the connection ended")

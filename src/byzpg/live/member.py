@@ -51,6 +51,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
         else:
             key_data = np.asarray(jax.random.key_data(jax.random.key(options.seed)))
         learner = Learner(settings, own, key_data, attack if isinstance(attack, Attack) else None)
+        learner.on_output = store.keep_output
         log = Log(options.directory / "log.jsonl", name, sink)
         status = Status(
             tuple(each.name for each in manifest.members),
@@ -66,7 +67,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
         peer = Peer(manifest, own, private, store, learner, status, log, options.listen or member.address, delay)
         if attack is not None:
             log("rehearsal", level="warning", attack=str(attack))
-            peer.outgoing = Mischief(attack, learner, peer.seal).frame
+            peer.outgoing = Mischief(attack, learner, peer.course, peer.seal).frame
         stop = None if options.metrics is None else status.numbers.serve(*options.metrics)
         try:
             await peer.run()
@@ -91,7 +92,9 @@ def _write_results(store: Store, learner: Learner) -> RunDirectory:
         column.name: np.asarray([[records.get(t, {}).get(column.name, np.nan) for t in iterations]], np.float32)
         for column in fields(Metrics)
     }
-    held = {"last": learner.parameters[None, None], "uniform": learner.output[None, None]}
+    # Of a member that was behind when iteration T̂ came, there is none.
+    uniform = np.full_like(learner.parameters, np.nan) if (kept := store.output()) is None else kept
+    held = {"last": learner.parameters[None, None], "uniform": uniform[None, None]}
     plan = learner.plan
     run = Run(learner.settings, plan.trajectories, plan.large, metrics, held, plan.output_iteration, complete=True)
     directory.write_results(run)

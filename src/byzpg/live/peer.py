@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 from typing import Protocol as Interface
 from uuid import UUID
@@ -40,11 +41,12 @@ from byzpg.live.protocol import (
 )
 from byzpg.live.status import Log, Status
 from byzpg.live.store import Store
-from byzpg.live.wire import Codec, Rejected
+from byzpg.live.wire import Codec, Rejected, is_sound
 
 # An equivocator can contradict itself in every step: this many proofs are enough.
 EVIDENCE_PER_MEMBER = 20
 FLUSH_SECONDS = 3.0
+REPORT_SECONDS = 0.4  # a report is made no more often than this
 SMALL = 2**18  # numbers
 
 
@@ -57,7 +59,7 @@ class Checkpoint:
 
     def parts(self) -> tuple[bytes, memoryview]:
         """As bytes, without a copy."""
-        return self.iteration.to_bytes(8, "little"), memoryview(np.ascontiguousarray(self.snapshot, "<f4")).cast("B")
+        return self.iteration.to_bytes(8, "little"), np.ascontiguousarray(self.snapshot, "<f4").data.cast("B")
 
     @classmethod
     def of(cls, content: bytes) -> "Checkpoint":
@@ -78,6 +80,11 @@ class Computation(Interface):
 
     @property
     def state_dimension(self) -> int: ...
+
+    @property
+    def plan_digest(self) -> str:
+        """Of what all members must have worked out alike."""
+        ...
 
     def warm_up(self) -> None: ...
 
@@ -145,12 +152,14 @@ class Peer:
             self._own_messages(),
         )
         events = Events(self._received, self._linked, self._unlinked, self._refused, self._report)
-        self.links = Links(manifest, own, private, self.codec.largest, listen, events, delay)
+        self.links = Links(manifest, own, private, self.codec.largest, listen, events, computation.plan_digest, delay)
         self._jobs: asyncio.Queue[Callable[[], Callable[[], list[Action]]]] = asyncio.Queue()
         # To combine a few short vectors takes less time than to hand them to another thread.
         self._is_small = self.course.num_members * computation.dimension <= SMALL
         self._over = asyncio.Event()
+        self._failure: Exception | None = None
         self._step_began = 0.0
+        self._reported = -inf, b""
         self._state_message: Message | None = None
 
     def _own_messages(self) -> dict[int, Message]:
@@ -173,10 +182,12 @@ class Peer:
             try:
                 await loop.run_in_executor(pool, self.computation.warm_up)
                 self.log("ready")
-                self._do(self.protocol.start())
+                self._react(self.protocol.start)
                 await asyncio.wait((worker, over), return_when=asyncio.FIRST_COMPLETED)
                 if worker.done():
                     worker.result()
+                if self._failure is not None:
+                    raise self._failure
                 await self.links.flush(FLUSH_SECONDS)
             finally:
                 for task in (worker, over):
@@ -190,9 +201,21 @@ class Peer:
         loop = asyncio.get_running_loop()
         while True:
             job = await self._jobs.get()
-            self._do((await loop.run_in_executor(pool, job))())
+            self._react(await loop.run_in_executor(pool, job))
 
     # The protocol's actions
+
+    def _react(self, event: Callable[[], list[Action]]) -> None:
+        """Let the protocol see an event, and carry out what it asks for. Where that fails, the member ends.
+
+        Half of it done, it must not go on: it could send what it has not logged.
+        """
+        if self._failure is None:
+            try:
+                self._do(event())
+            except Exception as error:
+                self._failure = error
+                self._over.set()
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -250,7 +273,7 @@ class Peer:
 
     def _fire(self, timer: Timer, step: int) -> None:
         if not self._over.is_set():
-            self._do(self.protocol.timer_fired(timer, step))
+            self._react(lambda: self.protocol.timer_fired(timer, step))
             if step == self.protocol.step and timer == "retry":
                 self._look_behind()
 
@@ -263,7 +286,14 @@ class Peer:
 
     def _begin(self, iteration: int) -> Callable[[], list[Action]]:
         vector = self.computation.begin(iteration)
-        return lambda: self.protocol.computed(self.course.first_step(iteration), vector)
+        return lambda: self._computed(self.course.first_step(iteration), vector)
+
+    def _computed(self, step: int, vector: np.ndarray) -> list[Action]:
+        if is_sound(vector):
+            return self.protocol.computed(step, vector)
+        # Nothing can be sent: it stays away until the others are far enough ahead to tell it their states.
+        self.log("unsound", level="error", step=step, words="the own vector is not finite, or too large; waiting")
+        return []
 
     def _combine(self, action: Combine) -> Callable[[], list[Action]]:
         step, iteration = action.step, self.course.iteration(action.step)
@@ -279,14 +309,16 @@ class Peer:
         vector = self.computation.combine(iteration, phase, received, present)
         self.computation.observe(self.status, iteration, phase)
         if vector is not None:
-            return lambda: self.protocol.computed(step + 1, vector)
-        checkpoint = self._saved(iteration + 1)
+            return lambda: self._computed(step + 1, vector)
         record = self.computation.observe(self.status, iteration, None)
         self.store.append_progress({"iteration": iteration, **record})
+        checkpoint = self._saved(iteration + 1)
         return lambda: self._finished(step, checkpoint, record)
 
     def _saved(self, iteration: int) -> Checkpoint:
         checkpoint = Checkpoint(iteration, self.computation.snapshot())
+        if not is_sound(checkpoint.snapshot):
+            raise ValueError(f"training has diverged in iteration {iteration - 1}: try a smaller step_size.")
         self._checkpoints.put(self._num_checkpoints, *checkpoint.parts())
         self._num_checkpoints += 1
         return checkpoint
@@ -318,17 +350,17 @@ class Peer:
         except Rejected as rejected:
             self._count(sender, rejected.reason)
             return False
-        self._do(self.protocol.received(message))
+        self._react(lambda: self.protocol.received(message))
         return True
 
     def _linked(self, other: int) -> None:
         self.status.connected.add(other)
-        self.log("linked", to=self._name(other))
-        self._do(self.protocol.linked(other))
+        self.log.seldom("linked", other, pause=1.0, to=self._name(other))
+        self._react(lambda: self.protocol.linked(other))
 
     def _unlinked(self, other: int, words: str) -> None:
         self.status.connected.discard(other)
-        self.log("unlinked", to=self._name(other), words=words)
+        self.log.seldom("unlinked", other, pause=1.0, to=self._name(other), words=words)
 
     def _refused(self, other: int | None, reason: str, words: str) -> None:
         if reason != "unreachable":
@@ -352,7 +384,8 @@ class Peer:
         names = [self._name(each) for each in sorted(alarm.missing)]
         if alarm.step == 0:
             self.status.state, self.status.waiting_for = "waiting" if names else "starting", names
-            self.log("waiting", step=0, missing=names)
+            if names:
+                self.log("waiting", step=0, missing=names)
             return
         self.status.state, self.status.waiting_for = "stalled" if names else "running", names
         self.status.numbers.stalled.set(bool(names))
@@ -366,14 +399,17 @@ class Peer:
         sender = evidence.first.sender
         self.status.equivocated(sender)
         words: dict[str, Any] = {"sender": self._name(sender), "step": evidence.first.step}
-        if self.status.equivocations[sender] <= EVIDENCE_PER_MEMBER:
+        if self.store.num_evidence(self._name(sender)) < EVIDENCE_PER_MEMBER:
             heads = self.codec.head(evidence.first), self.codec.head(evidence.second)
             words["file"] = self.store.keep_evidence(self.manifest, evidence, heads).name
         self.log.seldom("equivocation", sender, level="warning", **words)
 
     def _report(self) -> bytes:
-        self.status.bytes = self.links.bytes_sent, self.links.bytes_received
-        return json.dumps(self.status.as_data()).encode()
+        now = asyncio.get_running_loop().time()
+        if now - self._reported[0] > REPORT_SECONDS:
+            self.status.bytes = self.links.bytes_sent, self.links.bytes_received
+            self._reported = now, json.dumps(self.status.as_data()).encode()
+        return self._reported[1]
 
     def _name(self, index: int | None) -> str:
         return "a stranger" if index is None else self.manifest.members[index].name

@@ -207,6 +207,8 @@ class Protocol:
 
     def start(self) -> list[Action]:
         """Begin, or go on after a restart."""
+        if self._adopting:
+            return []
         if self.iteration == 0 and not self.started:
             return self._enter(0) + self.computed(0, NOTHING)
         return self._begin(self.iteration)
@@ -253,8 +255,9 @@ class Protocol:
             return actions
         short = len(inbox) < self.course.quorum
         missing = [other for other in self._others() if other not in inbox]
-        # Where someone answers with a state, those whose message is here must be asked for theirs too.
-        far = short and any(max(states) > step for states in self._states.values())
+        # One that cannot go on while others do needs a state of each, of those too whose message is here.
+        ahead = self.is_behind or any(max(states) > step for states in self._states.values())
+        far = ahead and not self._ready(inbox)
         actions += [Send(other, self.seal_ask(step)) for other in (self._others() if far else missing)]
         if self.course.own in inbox and short:
             self._waited += 1
@@ -271,6 +274,9 @@ class Protocol:
         self._positions[sender] = max(self._positions[sender], step)
         if message.kind == "state":
             return self._offered(message)
+        known = self._inbox.get(step, {}).get(sender)
+        if known is not None and known.digest == message.digest:
+            return [Count(sender, "duplicate")]
         actions = self._witness(message.receipt, trusted=True)
         for receipt in message.receipts:
             if receipt.sender not in (sender, self.course.own) and receipt.step == step - 1:

@@ -10,6 +10,8 @@ import zlib
 from functools import reduce
 from pathlib import Path
 
+from byzpg.files import flush_directory
+
 _flush = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 HEAD = struct.Struct("<QQI")  # number, length, checksum of the number and the content
 
@@ -26,6 +28,7 @@ class Records:
                 os.posix_fallocate(self._handle, 0, size)
             os.truncate(self._handle, size)
             os.fsync(self._handle)
+            flush_directory(path.parent)
 
     def close(self) -> None:
         os.close(self._handle)

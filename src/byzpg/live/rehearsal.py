@@ -10,7 +10,7 @@ import numpy as np
 from byzpg.attacks import Attack, MessageAttack
 from byzpg.components import plain_name, unknown
 from byzpg.live.learner import Learner
-from byzpg.live.protocol import Message
+from byzpg.live.protocol import Course, Message
 from byzpg.registry import FAMILIES, parse
 
 Wire = Literal["garbage", "oversized", "slow"]
@@ -32,6 +32,7 @@ ALONE = (
 
 def parse_attack(text: str) -> Attack | Wire:
     """An attack that one member can do by itself."""
+    text = "Silent" if plain_name(text) == "silence" else text
     for wire in WIRE:
         if plain_name(text) == wire:
             return wire
@@ -56,6 +57,7 @@ class Mischief:
 
     attack: Attack | Wire
     learner: Learner
+    course: Course
     seal: Callable[[int, np.ndarray, tuple], Message]
     _step: int = -1
     _lies: list[Message | None] | None = None
@@ -77,8 +79,8 @@ class Mischief:
         return None if lie is None else lie.frame
 
     def _lie(self, attack: MessageAttack, message: Message) -> list[Message | None]:
-        course = (message.step - 1) // (1 + self.learner.rounds), (message.step - 1) % (1 + self.learner.rounds)
-        vectors = self.learner.lies(attack, *course, message.vector)
+        iteration, phase = self.course.iteration(message.step), self.course.phase(message.step)
+        vectors = self.learner.lies(attack, iteration, phase, message.vector)
         silent = FAMILIES["attack"]["Silent"]
         return [
             None if isinstance(attack, silent) else self.seal(message.step, vector, message.receipts)

@@ -4,6 +4,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,16 +31,17 @@ class Log:
 
     def __call__(self, event: str, level: str = "info", **fields: Any) -> None:
         line = {"time": round(time.time(), 3), "level": level, "member": self._name, "event": event, **fields}
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        with suppress(OSError):  # a full disk is no reason to stop, as long as nothing else needs it
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         if self._sink is not None:
             self._sink(line)
 
     def close(self) -> None:
         self._file.close()
 
-    def seldom(self, event: str, *about: Any, level: str = "info", **fields: Any) -> None:
+    def seldom(self, event: str, *about: Any, level: str = "info", pause: float = PAUSE, **fields: Any) -> None:
         now = time.monotonic()
-        if now - self._last.get((event, *about), -self.PAUSE) >= self.PAUSE:
+        if now - self._last.get((event, *about), -pause) >= pause:
             self._last[event, *about] = now
             self(event, level, **fields)
 
@@ -76,7 +78,7 @@ class Numbers:
         """Answer scrapes; call the result to stop."""
         try:
             server, thread = prometheus_client.start_http_server(port, address, self.registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ValueError(f"cannot serve metrics on {address}:{port}: {error}.") from None
 
         def stop() -> None:

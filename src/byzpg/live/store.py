@@ -6,6 +6,7 @@
   outbox.bin        every message of these two, written before it is sent
   evidence/*.json   contradictions that others have signed
   progress.jsonl    a line per iteration
+  output.npy        θ_T̂, once iteration T̂ has come
 What a crash cuts off, a record or a line, does not count.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from byzpg.files import write_atomically
+from byzpg.files import flush_directory, write_atomically
 from byzpg.live.identity import Member
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Evidence
@@ -53,6 +54,7 @@ class Store:
         text = json.dumps(owner, indent=2) + "\n"
         write_atomically(existing, lambda file: file.write(text.encode()))
         self._open: list[Records] = []
+        self._num_evidence: dict[str, int] = {}
         self._progress = (path / "progress.jsonl").open("ab+")
         if self._progress.tell():
             self._progress.seek(-1, os.SEEK_END)
@@ -75,6 +77,7 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
+            flush_directory(self.path)
         try:
             return np.frombuffer(bytes.fromhex(path.read_text()), "<u4", 2)
         except ValueError:
@@ -104,7 +107,22 @@ class Store:
         }
         text = json.dumps(values, indent=2) + "\n"
         write_atomically(path, lambda file: file.write(text.encode()))
+        self._num_evidence[member.name] = self.num_evidence(member.name) + 1
         return path
+
+    def num_evidence(self, name: str) -> int:
+        """How much there is against a member."""
+        if name not in self._num_evidence:
+            self._num_evidence[name] = len(list((self.path / "evidence").glob(f"*-{name}-*.json")))
+        return self._num_evidence[name]
+
+    def keep_output(self, parameters: np.ndarray) -> None:
+        """θ_T̂, the parameters of the uniformly drawn iteration."""
+        write_atomically(self.path / "output.npy", lambda file: np.save(file, parameters, allow_pickle=False))
+
+    def output(self) -> np.ndarray | None:
+        path = self.path / "output.npy"
+        return np.load(path, allow_pickle=False) if path.is_file() else None
 
     def append_progress(self, values: dict[str, Any]) -> None:
         self._progress.write(json.dumps(values).encode() + b"\n")

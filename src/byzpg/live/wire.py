@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from math import isfinite
 from typing import get_args
 from uuid import UUID
 
@@ -22,6 +21,7 @@ import numpy as np
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from byzpg.clouds import NORM_LIMIT
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Course, Kind, Message, Receipt
 
@@ -32,6 +32,12 @@ SIGNATURE_BYTES = 64
 FIXED_BYTES = HEAD.size + SIGNATURE_BYTES
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BARRIER = 0xFFFF  # the phase of a barrier
+
+
+def is_sound(vector: np.ndarray) -> bool:
+    """Whether rules will take a vector: all numbers finite, and the norm small enough; else they leave it out."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.dot(vector, vector) < (NORM_LIMIT / 2) ** 2)
 
 
 class Rejected(ValueError):
@@ -68,7 +74,7 @@ class Codec:
     ) -> Message:
         """The signed message of this member."""
         packed = b"".join(RECEIPT.pack(each.sender, each.digest, each.signature) for each in receipts)
-        raw = memoryview(np.ascontiguousarray(vector, "<f4")).cast("B") if len(vector) else b""
+        raw = np.ascontiguousarray(vector, "<f4").data.cast("B") if len(vector) else b""
         hashed = sha256(packed)
         hashed.update(raw)
         digest = hashed.digest()
@@ -114,8 +120,7 @@ class Codec:
         if any(receipt.sender >= self.course.num_members for receipt in receipts):
             raise Rejected("malformed")
         vector = np.frombuffer(frame, "<f4", dimension, receipts_end)
-        # Both are NaN where any number is, and infinite where any is.
-        if dimension and not (isfinite(vector.min()) and isfinite(vector.max())):
+        if not is_sound(vector):
             raise Rejected("non-finite")
         return Message(kind, sender, step, vector, receipts, digest, signature, frame)
 
