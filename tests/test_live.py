@@ -66,11 +66,14 @@ def take_part_together(
             while meanwhile is not None and not any(each.done() for each in honest):
                 await asyncio.to_thread(meanwhile)
                 await asyncio.sleep(0.05)
-            await asyncio.gather(*honest)
+            done, _ = await asyncio.wait(honest, return_when=asyncio.FIRST_EXCEPTION)
         # A liar that nobody hears would wait for the others for ever.
         await asyncio.wait({last}, timeout=3)
-        last.cancel()
-        await asyncio.wait({last})
+        for member in members.values():
+            member.cancel()
+        await asyncio.gather(*members.values(), return_exceptions=True)
+        for member in done:
+            member.result()
 
     asyncio.run(everyone())
 
