@@ -220,7 +220,10 @@ class Member:
                     self.outbox[message.step % self.slots] = message
                 case Combine():
                     self.check_combine(action)
-                    self.queue(lambda action=action: self.combine(action))
+                    if world.inline:
+                        self.do(self.combine(action))
+                    else:
+                        self.queue(lambda action=action: self.combine(action))
                 case Begin(iteration):
                     self.queue(lambda iteration=iteration: self.begin(iteration))
                 case Adopt():
@@ -471,6 +474,7 @@ class World:
         self.seed, self.protocol, self.trace = seed, protocol, [] if traced else None
         random = self.rng = Random(seed)
         self.random = random.random
+        self.inline = seed % 2 == 0  # short vectors are combined at once, long ones in the agent's thread
         shape = random.random()
         self.num_members, self.num_faulty = (5, 1) if shape < 0.85 else (4, 0) if shape < 0.97 else (9, 2)
         self.rounds = 1 if random.random() < 0.7 else 2

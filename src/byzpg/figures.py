@@ -103,7 +103,12 @@ class Curve:
 
 
 def learning_curves(
-    curves: Sequence[Curve], title: str, *, reference_level: float | None = None, reference_name: str = "reference"
+    curves: Sequence[Curve],
+    title: str,
+    *,
+    reference_level: float | None = None,
+    reference_name: str = "reference",
+    what: str = "return (mean over honest agents)",
 ) -> Figure:
     """Mean ± one standard deviation over seeds; beside it, from 3 seeds on, the interquartile mean and its interval."""
     if not curves:
@@ -123,7 +128,8 @@ def learning_curves(
             if curve in repeated:
                 interval = bootstrap_interval(returns, interquartile_mean)
                 _draw_band(right, grid, interquartile_mean(returns), *interval, **look)
-        left.set_title(f"mean ± one standard deviation, {_seeds(curves)}", fontsize=10, loc="left")
+        if any(len(curve.returns) > 1 for curve in curves):
+            left.set_title(f"mean ± one standard deviation, {_seeds(curves)}", fontsize=10, loc="left")
         if repeated:
             right.set_title(f"interquartile mean, 95 % bootstrap interval, {_seeds(repeated)}", fontsize=10, loc="left")
         for axes in panels[0]:
@@ -131,7 +137,7 @@ def learning_curves(
                 name = f"{reference_name}: {reference_level:g}"
                 axes.axhline(reference_level, color=MUTED, linewidth=1, linestyle="--", zorder=1, label=name)
             _over_trajectories(axes, max(curve.trajectories[-1] for curve in curves))
-        left.set_ylabel("return (mean over honest agents)")
+        left.set_ylabel(what)
         figure.suptitle(title, fontsize=12, fontweight="bold")
         _legend(figure, *left.get_legend_handles_labels())
     return figure

@@ -172,17 +172,18 @@ class Demo:
         try:
             for name in names:
                 attack = ["--attack", self.liar] if self.liar is not None and name == names[-1] else []
-                output = (self.directory / f"{name}.out").open("w")
                 command = [sys.executable, "-m", "byzpg", "peer", str(path), "--name", name, *attack]
-                processes[name] = subprocess.Popen(
-                    [*command, "--directory", str(self.directory / name)],
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={"JAX_COMPILATION_CACHE_DIR": str(self.directory / "cache"), **os.environ},
-                )
+                with (self.directory / f"{name}.out").open("w") as output:
+                    processes[name] = subprocess.Popen(
+                        [*command, "--directory", str(self.directory / name)],
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env={"JAX_COMPILATION_CACHE_DIR": str(self.directory / "cache"), **os.environ},
+                    )
                 # What the first member compiles, the others find.
-                while name == names[0] and processes[name].poll() is None and not _is_ready(self.directory / name):
-                    time.sleep(0.1)
+                with console.status("compiling"):
+                    while name == names[0] and processes[name].poll() is None and not _is_ready(self.directory / name):
+                        time.sleep(0.1)
             # A liar that nobody hears would never end.
             awaited = {name: processes[name] for name in honest}
             asyncio.run(_watch(manifest, 0, self.directory / f"{names[0]}.key", processes=awaited))
@@ -201,7 +202,14 @@ class Demo:
         title = f"{settings.env}, {len(names)} members{liar}"
         solved = envs.make(settings.env).reward_threshold
         figures.save(
-            figures.learning_curves(curves, title, reference_level=solved, reference_name="counts as solved"), picture
+            figures.learning_curves(
+                curves,
+                title,
+                reference_level=solved,
+                reference_name="counts as solved",
+                what="return of a member's own episodes",
+            ),
+            picture,
         )
         for name, run in runs.items():
             late = run.returns[0, -max(1, len(run.trajectories) // 10) :].mean()
