@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import numpy as np
 from grpc import aio
 
 from byzpg.live.identity import generate, read_key, write_identity
-from byzpg.live.links import SERVICE, channel_options, open_channel, server_credentials
+from byzpg.live.links import SERVICE, channel_options, free_ports, open_channel, server_credentials
 from byzpg.live.manifest import Manifest, Times, new_manifest
 from byzpg.live.peer import Peer
 from byzpg.live.status import Log, Status
@@ -67,16 +66,6 @@ class Idle:
 
     def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
         return {}
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def found(folder: Path, training: dict[str, Any], times: Times) -> Manifest:

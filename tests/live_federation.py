@@ -4,18 +4,18 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from byzpg.config import Config
 from byzpg.live.identity import generate, write_identity
+from byzpg.live.links import free_ports
 from byzpg.live.manifest import FIXED, Manifest, Times, new_manifest
 
 NAMES = ("alice", "bob", "carol", "dave", "erin")
@@ -29,14 +29,6 @@ def until(condition: Callable[[], Any], what: str) -> Any:
         assert time.monotonic() < deadline, f"waited in vain until {what}"
         time.sleep(0.05)
     return found
-
-
-def free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def found(folder: Path, addresses: list[str], times: Times, rehearsal: bool = True, **options: Any) -> Manifest:

@@ -7,17 +7,19 @@ import sys
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from live_federation import NAMES, PATIENCE, Federation, free_ports, on_loopback, until
+from live_federation import NAMES, PATIENCE, Federation, on_loopback, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from byzpg import Config, load
 from byzpg.live.learner import Learner
+from byzpg.live.links import free_ports
 from byzpg.live.manifest import Manifest, Times
 from byzpg.live.member import Options, take_part
 from byzpg.live.records import Records
@@ -222,6 +224,18 @@ def test_a_learner_draws_what_it_is_told_and_a_restored_one_goes_on_alike() -> N
     np.testing.assert_array_equal(iterate(learner, 1), iterate(twin, 1))
     stranger = Learner(settings, 1, key + 1)
     assert np.any(stranger.begin(0) != Learner(settings, 1, key).begin(0))
+
+
+def test_warming_up_after_a_restart_leaves_the_drawn_parameters_alone() -> None:
+    settings = Config(num_agents=5, num_declared=1, num_byzantine=0, num_seeds=1, **{**SHORT, "horizon": 20}).resolved()
+    learner, kept = Learner(settings, 0, np.zeros(2, np.uint32)), []
+    learner.plan = replace(learner.plan, output_iteration=0)
+    learner.on_output = kept.append
+    first = learner.parameters
+    learner.begin(0)
+    learner.restore(1, learner.snapshot() + 1)
+    learner.warm_up()
+    np.testing.assert_array_equal(kept, [first])
 
 
 def test_a_member_that_adopts_states_is_not_moved_by_a_liar() -> None:

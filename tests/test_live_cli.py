@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_federation import NAMES, free_ports
+from live_federation import NAMES
 
 from byzpg import load
+from byzpg.live.links import free_ports
 from byzpg.live.manifest import Manifest
 
 TASK = """

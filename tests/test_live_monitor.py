@@ -27,6 +27,7 @@ from rich.console import Console
 from byzpg.cli import live as commands
 from byzpg.config import Config
 from byzpg.live.identity import generate, write_identity
+from byzpg.live.links import free_ports
 from byzpg.live.manifest import Manifest
 from byzpg.live.monitor import PAGE, Ask, Monitor, serve
 from byzpg.live.observe import LARGEST_NUMBER, LONGEST_TEXT, MOST_REASONS, Answer, Statuses, parse_status
@@ -619,14 +620,10 @@ class Federation:
     monitor: subprocess.Popen[str]
 
 
-def free_ports() -> list[int]:
-    return commands._free_ports(len(NAMES))
-
-
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     folder = tmp_path_factory.mktemp("federation")
-    made_manifest(folder, free_ports())
+    made_manifest(folder, free_ports(len(NAMES)))
     program, path = [sys.executable, "-m", "byzpg"], str(folder / "federation.toml")
     members: dict[str, subprocess.Popen[bytes]] = {}
     started: list[subprocess.Popen[Any]] = []
@@ -716,7 +713,7 @@ def test_the_monitor_ends_cleanly_when_told_to(federation: Federation) -> None:
 
 def test_an_interrupt_ends_it_too(tmp_path: Path) -> None:
     """And a federation of which nobody is there is watched all the same."""
-    made = made_manifest(tmp_path, free_ports())
+    made = made_manifest(tmp_path, free_ports(len(NAMES)))
     data: list[Any] = []
 
     def ready(url: str) -> None:

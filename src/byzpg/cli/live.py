@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -141,6 +140,7 @@ class Demo:
 
     def run(self) -> None:
         from byzpg.live.identity import generate, write_identity
+        from byzpg.live.links import free_ports
         from byzpg.live.rehearsal import parse_attack
 
         if not 2 <= self.members <= len(NAMES):
@@ -150,7 +150,7 @@ class Demo:
         if self.liar is not None:
             parse_attack(self.liar)
         made = [
-            generate(name, f"127.0.0.1:{port}") for name, port in zip(NAMES, _free_ports(self.members), strict=False)
+            generate(name, f"127.0.0.1:{port}") for name, port in zip(NAMES, free_ports(self.members), strict=False)
         ]
         waiting = Waiting(grace=self.grace, linger=max(10.0, 5 * self.grace))
         manifest = _manifest([member for member, _ in made], self.options, None, waiting, rehearsal=True)
@@ -472,16 +472,6 @@ def _table(manifest: "Manifest", statuses: "Statuses") -> Table:
 def _is_ready(directory: Path) -> bool:
     log = directory / "log.jsonl"
     return log.is_file() and '"event": "ready"' in log.read_text()
-
-
-def _free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 COMMANDS = (

@@ -77,9 +77,12 @@ class Learner:
 
     def begin(self, iteration: int) -> np.ndarray:
         """The member's gradient estimate ṽ_t [d], from episodes of its own."""
-        large, state = bool(self.plan.large[iteration]), self._state
         if iteration == self.plan.output_iteration:
             self.on_output(self.parameters)
+        return self._gradient(iteration)
+
+    def _gradient(self, iteration: int) -> np.ndarray:
+        large, state = bool(self.plan.large[iteration]), self._state
         keys = self.stream(iteration, self.index)[None]
         if isinstance(self.agent.env, HostTask):
             episodes = self.agent.play(state.parameters, keys, large, _liars(self._attack))
@@ -182,7 +185,7 @@ class Learner:
         sizes = {bool(large): iteration for iteration, large in reversed(list(enumerate(self.plan.large)))}
         vector = np.zeros(self.dimension, np.float32)
         for iteration in sizes.values():
-            vector = self.begin(iteration)
+            vector = self._gradient(iteration)
         for phase in range(min(2, 1 + self.rounds)):
             rows = np.broadcast_to(vector, (self.num_members, self.dimension))
             self.combine(0, phase, rows, everyone)

@@ -6,8 +6,9 @@ to it (of vectors two, this step's and the last's), and a newer one takes its pl
 """
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,16 +51,23 @@ def server_credentials(manifest: Manifest, own: int, private: PrivateIdentity) -
     return grpc.ssl_server_credentials([(private.tls, certificate)], everyone, require_client_auth=True)
 
 
-def open_channel(
-    manifest: Manifest, own: int, private: PrivateIdentity, other: int, largest: int, address: str | None = None
-) -> aio.Channel:
+def open_channel(manifest: Manifest, own: int, private: PrivateIdentity, other: int, largest: int) -> aio.Channel:
     """A connection to another member that nobody else can answer."""
     member = manifest.members[other]
     credentials = grpc.ssl_channel_credentials(
         member.certificate.encode(), private.tls, manifest.members[own].certificate.encode()
     )
     options = [*channel_options(largest), ("grpc.ssl_target_name_override", member.name)]
-    return aio.secure_channel(address or member.address, credentials, options)
+    return aio.secure_channel(member.address, credentials, options)
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of this machine on which nobody listens just now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 @dataclass

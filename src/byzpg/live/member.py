@@ -1,6 +1,5 @@
 """A member from its files: manifest and key in, a trained policy out."""
 
-import asyncio
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -99,7 +98,3 @@ def _write_results(store: Store, learner: Learner) -> RunDirectory:
     run = Run(learner.settings, plan.trajectories, plan.large, metrics, held, plan.output_iteration, complete=True)
     directory.write_results(run)
     return directory
-
-
-def run_member(manifest: Manifest, name: str, options: Options, sink: Sink | None = None) -> RunDirectory:
-    return asyncio.run(take_part(manifest, name, options, sink))

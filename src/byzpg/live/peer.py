@@ -153,6 +153,7 @@ class Peer:
         )
         events = Events(self._received, self._linked, self._unlinked, self._refused, self._report)
         self.links = Links(manifest, own, private, self.codec.largest, listen, events, computation.plan_digest, delay)
+        status.connected = self.links.connected
         self._jobs: asyncio.Queue[Callable[[], Callable[[], list[Action]]]] = asyncio.Queue()
         # To combine a few short vectors takes less time than to hand them to another thread.
         self._is_small = self.course.num_members * computation.dimension <= SMALL
@@ -354,12 +355,10 @@ class Peer:
         return True
 
     def _linked(self, other: int) -> None:
-        self.status.connected.add(other)
         self.log.seldom("linked", other, pause=1.0, to=self._name(other))
         self._react(lambda: self.protocol.linked(other))
 
     def _unlinked(self, other: int, words: str) -> None:
-        self.status.connected.discard(other)
         self.log.seldom("unlinked", other, pause=1.0, to=self._name(other), words=words)
 
     def _refused(self, other: int | None, reason: str, words: str) -> None:

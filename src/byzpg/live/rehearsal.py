@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from byzpg.attacks import Attack, MessageAttack
+from byzpg.attacks import Attack, MessageAttack, Silent
 from byzpg.components import plain_name, unknown
 from byzpg.live.learner import Learner
 from byzpg.live.protocol import Course, Message
@@ -81,8 +81,7 @@ class Mischief:
     def _lie(self, attack: MessageAttack, message: Message) -> list[Message | None]:
         iteration, phase = self.course.iteration(message.step), self.course.phase(message.step)
         vectors = self.learner.lies(attack, iteration, phase, message.vector)
-        silent = FAMILIES["attack"]["Silent"]
         return [
-            None if isinstance(attack, silent) else self.seal(message.step, vector, message.receipts)
+            None if isinstance(attack, Silent) else self.seal(message.step, vector, message.receipts)
             for vector in vectors
         ]
