@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     "files",
     "components",
+    "cluster",
     "order_statistics",
     "clouds",
     "least_diameter",
@@ -36,6 +37,7 @@ ORDER = [
     "config",
     "runs",
     "training",
+    "learner",
     "play",
     "statistics",
     "experiments",
@@ -44,6 +46,7 @@ ORDER = [
     "figures",
     "report",
     "live",
+    "engines",
     "cli",
 ]
 

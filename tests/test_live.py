@@ -18,7 +18,7 @@ from live_federation import NAMES, PATIENCE, Federation, on_loopback, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from byzpg import Config, load
-from byzpg.live.learner import Learner
+from byzpg.learner import Learner
 from byzpg.live.links import free_ports
 from byzpg.live.manifest import Manifest, Times
 from byzpg.live.member import Options, take_part

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
 
 from byzpg import envs
 from byzpg.attacks import Attack
+from byzpg.learner import Learner, seeded_key
 from byzpg.live.identity import read_key
-from byzpg.live.learner import Learner
 from byzpg.live.manifest import Manifest
 from byzpg.live.peer import Peer
 from byzpg.live.rehearsal import Mischief, parse_attack
@@ -34,6 +34,24 @@ class Options:
     metrics: tuple[str, int] | None = None  # where Prometheus scrapes
 
 
+class Observed(Learner):
+    """A learner that tells a status what its steps were like."""
+
+    def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
+        """Of the last step, or with phase None of the last iteration; numbers to keep."""
+        if phase is not None:
+            status.combined(phase, self.outcome.diameter, self.outcome.weights)
+            return {}
+        trajectories, mean = int(self.plan.trajectories[iteration]), float(np.mean(self.returns))
+        status.iteration_ended(iteration + 1, trajectories, mean)
+        return {
+            "trajectories": trajectories,
+            "return_mean": mean,
+            "return_std": float(np.std(self.returns)),
+            "environment_steps": self.steps,
+        }
+
+
 async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink | None = None) -> RunDirectory:
     """Run one member until the federation has finished; its results are a run's directory."""
     own = manifest.index(name)
@@ -45,11 +63,8 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             raise ValueError(f"{option} is for rehearsals, and this manifest says rehearsal = false.")
     store = Store(options.directory, manifest, member)
     try:
-        if options.seed is None:
-            key_data = store.random_key()
-        else:
-            key_data = np.asarray(jax.random.key_data(jax.random.key(options.seed)))
-        learner = Learner(settings, own, key_data, attack if isinstance(attack, Attack) else None)
+        key_data = store.random_key() if options.seed is None else seeded_key(options.seed)
+        learner = Observed(settings, own, key_data, attack if isinstance(attack, Attack) else None)
         learner.on_output = store.keep_output
         log = Log(options.directory / "log.jsonl", name, sink)
         status = Status(

@@ -9,7 +9,7 @@ import numpy as np
 
 from byzpg.attacks import Attack, MessageAttack, Silent
 from byzpg.components import plain_name, unknown
-from byzpg.live.learner import Learner
+from byzpg.learner import Learner
 from byzpg.live.protocol import Course, Message
 from byzpg.registry import FAMILIES, parse
 

@@ -1,9 +1,10 @@
-"""One member's agent, as vectors out and vectors in. The method is `algorithms.Agent`'s; nothing here knows a network.
+"""Agents outside the simulator, as vectors out and vectors in: a peer among peers, or a server and its workers.
 
-Random numbers have the addresses they have in `simulate`, under a key of the member's own: a member that has the
-simulator's key draws what its simulated twin draws.
+The method is `algorithms.Agent`'s; nothing here knows a network. Random numbers have the addresses they have in
+`simulate`, under a key of each one's own: whoever has the simulator's key draws what its simulated twin draws.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from byzpg.algorithms import Agent, AgentState
+from byzpg.algorithms import Agent, AgentState, Sampled
 from byzpg.attacks import Attack, Knowledge
 from byzpg.clouds import Cloud
 from byzpg.coin import CommonCoin
 from byzpg.config import Settings
 from byzpg.envs.host import HostTask
-from byzpg.live.status import Status
 from byzpg.rollouts import Episodes, Liars
 from byzpg.rules import Rule
 from byzpg.simulate import INITIAL, ITERATIONS, QUICK_COMPILATION
@@ -47,13 +47,12 @@ class Learner:
         self.agent, self.num_members, self.num_faulty = federation.agent, federation.num_agents, federation.num_declared
         self.aggregator, self.agreement = federation.aggregator, federation.agreement
         self.rounds = federation.rounds if federation.agrees else 0
-        self._key = jax.random.wrap_key_data(jnp.asarray(key_data, jnp.uint32))
-        first = self.agent.policy.initial(jax.random.fold_in(jax.random.key(settings.seed), INITIAL))
-        self.plan = Plan.of(settings, CommonCoin.of(np.asarray(first)))
+        self._key = _key(key_data)
+        first, self.plan = _beginning(settings)
         self.dimension = len(first)
         self._state = self.agent.initial(first[None])
         self._advanced = self._state
-        self._attack = attack if attack is not None and attack.poisons_play else None
+        self._attack = _on_play(attack)
         self.returns, self.steps = np.zeros(0), 0  # of the last batch of episodes
         self.outcome = Outcome(0.0, None)  # of the last step
         self.on_output: Callable[[np.ndarray], None] = lambda parameters: None  # told θ_T̂ when iteration T̂ begins
@@ -72,8 +71,7 @@ class Learner:
         return np.asarray(self._state.parameters[0])
 
     def stream(self, iteration: int, stream: int) -> Array:
-        """As in `simulate`: stream k is the play of agent k, those from K on are the rounds of messages."""
-        return _fold(self._key, jnp.asarray([ITERATIONS, iteration, stream]))
+        return _stream(self._key, iteration, stream)
 
     def begin(self, iteration: int) -> np.ndarray:
         """The member's gradient estimate ṽ_t [d], from episodes of its own."""
@@ -82,13 +80,8 @@ class Learner:
         return self._gradient(iteration)
 
     def _gradient(self, iteration: int) -> np.ndarray:
-        large, state = bool(self.plan.large[iteration]), self._state
-        keys = self.stream(iteration, self.index)[None]
-        if isinstance(self.agent.env, HostTask):
-            episodes = self.agent.play(state.parameters, keys, large, _liars(self._attack))
-        else:
-            episodes = _play(self.agent, state.parameters, keys, large, self._attack)
-        own, sampled = _estimate(self.agent, large, state, episodes)
+        large, key = bool(self.plan.large[iteration]), self.stream(iteration, self.index)
+        own, sampled = _sample(self.agent, self._state, key, large, self._attack)
         self.returns, self.steps = np.asarray(sampled.returns[0]), int(np.sum(sampled.lengths[0]))
         return np.asarray(own[0])
 
@@ -101,7 +94,7 @@ class Learner:
         assert rule is not None
         round_key = self.stream(iteration, self.num_members + phase)
         key = jax.random.fold_in(jax.random.fold_in(round_key, RULE_STREAM), self.index)
-        combined, weights, diameter = _apply(rule, self.num_faulty, received, present, self.index, key)
+        combined, weights, diameter, _ = _apply(rule, self.num_faulty, received, present, self.index, key)
         self.outcome = Outcome(float(diameter), None if weights is None else np.asarray(weights))
         if phase == 0:
             own = jnp.asarray(received[self.index])[None]
@@ -158,20 +151,6 @@ class Learner:
         low, high = ordered[self.num_faulty], ordered[-self.num_faulty - 1]
         self.restore(iteration, np.clip(np.concatenate(combined), low, high))
 
-    def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
-        """Tell the status what the last step, or with phase None the last iteration, was like; numbers to keep."""
-        if phase is not None:
-            status.combined(phase, self.outcome.diameter, self.outcome.weights)
-            return {}
-        trajectories, mean = int(self.plan.trajectories[iteration]), float(np.mean(self.returns))
-        status.iteration_ended(iteration + 1, trajectories, mean)
-        return {
-            "trajectories": trajectories,
-            "return_mean": mean,
-            "return_std": float(np.std(self.returns)),
-            "environment_steps": self.steps,
-        }
-
     def lies(self, attack: Attack, iteration: int, phase: int, truth: np.ndarray) -> list[np.ndarray]:
         """What an attacker in this place sends to each member [K] instead of `truth`; it knows its own vector alone."""
         vectors = jnp.full((self.num_members, self.dimension), jnp.nan).at[self.index].set(truth)
@@ -192,6 +171,138 @@ class Learner:
         if self.rounds:
             self._settled(jnp.asarray(vector)[None])
         self._state, self._advanced, self.returns = state, state, returns
+
+
+class Worker:
+    """The agent at one position beneath a trusted server (Alg. 1): it keeps nothing but its random numbers."""
+
+    def __init__(self, settings: Settings, index: int, key_data: np.ndarray, attack: Attack | None = None) -> None:
+        self.federation, self.index = settings.federation(), index
+        self._key, self._attack = _key(key_data), _on_play(attack)
+        self.returns = np.zeros(0)  # of the last batch of episodes
+
+    def gradient(self, iteration: int, parameters: np.ndarray) -> np.ndarray:
+        """ṽ [d] at the server's θ [d], from a large batch of episodes of its own."""
+        estimate, sampled = self._sample(self.index, iteration, parameters)
+        self.returns = np.asarray(sampled.returns[0])
+        return np.asarray(estimate[0])
+
+    def lie(self, attack: Attack, iteration: int, parameters: np.ndarray, liars: Sequence[int]) -> np.ndarray:
+        """What an omniscient liar in this place sends to the server [d], one of `liars`.
+
+        It has everybody's random numbers, and so works out itself what the others will send: for rehearsals alone.
+        """
+        everyone = range(self.federation.num_agents)
+        vectors = jnp.concatenate([self._sample(index, iteration, parameters)[0][:1] for index in everyone])
+        key = jax.random.fold_in(_stream(self._key, iteration, len(everyone)), ATTACK_STREAM)
+        lies = _lies_at_server(
+            attack,
+            self.federation.aggregator,
+            self.federation.num_declared,
+            vectors,
+            jnp.asarray(sorted(liars)),
+            iteration,
+            key,
+        )
+        return np.asarray(lies[sorted(liars).index(self.index)])
+
+    def _sample(self, index: int, iteration: int, parameters: np.ndarray) -> tuple[Array, Sampled]:
+        state = self.federation.agent.initial(jnp.asarray(parameters, jnp.float32)[None])
+        attack = self._attack if index == self.index else None
+        return _sample(self.federation.agent, state, _stream(self._key, iteration, index), True, attack)
+
+
+class Server:
+    """The trusted server of Alg. 1: it holds θ, combines its workers' gradients, and samples small batches alone."""
+
+    def __init__(self, settings: Settings, key_data: np.ndarray) -> None:
+        federation = settings.federation()
+        if not federation.centralized:
+            raise ValueError(f"algorithm {settings.algorithm} has no server: use ByzPG or Fed-PAGE-PG.")
+        self.settings, self.agent = settings, federation.agent
+        self.num_workers, self.num_faulty = federation.num_agents, federation.num_declared
+        self.aggregator = federation.aggregator
+        self._key = _key(key_data)
+        first, self.plan = _beginning(settings)
+        self.dimension = len(first)
+        self._state = self.agent.initial(first[None])
+        self.output = np.asarray(first)  # θ_T̂, once iteration T̂ has begun
+
+    @property
+    def num_iterations(self) -> int:
+        return len(self.plan.large)
+
+    @property
+    def parameters(self) -> np.ndarray:
+        return np.asarray(self._state.parameters[0])
+
+    def begin(self, iteration: int) -> bool:
+        """Whether the iteration samples a large batch, at the workers."""
+        if iteration == self.plan.output_iteration:
+            self.output = self.parameters
+        return bool(self.plan.large[iteration])
+
+    def combine(self, iteration: int, received: np.ndarray, present: np.ndarray) -> bool:
+        """Step along the aggregate of the workers' gradients [K, d].
+
+        With fewer than K − f usable rows there is none: θ stays as it is, and the answer is no. The plain mean is no
+        exception: with f = 0 declared it needs all K, as one that leaves out what it does not like is not the mean.
+        """
+        round_key = _stream(self._key, iteration, self.num_workers)
+        key = jax.random.fold_in(jax.random.fold_in(round_key, RULE_STREAM), self.num_workers)
+        combined, _, _, defined = _apply(self.aggregator, self.num_faulty, received, present, None, key)
+        if not (defined and jnp.all(jnp.isfinite(combined))):
+            return False
+        self._state = _advance(self.agent, self._state, combined[None], combined[None])
+        return True
+
+    def sample(self, iteration: int) -> np.ndarray:
+        """Step along the corrected gradient of a small batch of its own; the returns of its episodes [B].
+
+        A server has no random numbers for play of its own: it has those of agent 0, as in `simulate`.
+        """
+        own, sampled = _sample(self.agent, self._state, _stream(self._key, iteration, 0), False, None)
+        self._state = _advance(self.agent, self._state, own[:1], own[:1])
+        return np.asarray(sampled.returns[0])
+
+
+def secret_key() -> np.ndarray:
+    """Key data that nobody else can guess."""
+    return np.frombuffer(os.urandom(8), np.uint32)
+
+
+def seeded_key(seed: int) -> np.ndarray:
+    """The key data of the simulator with this seed."""
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+def _key(key_data: np.ndarray) -> Array:
+    return jax.random.wrap_key_data(jnp.asarray(key_data, jnp.uint32))
+
+
+def _beginning(settings: Settings) -> tuple[Array, Plan]:
+    """θ_0, and the batch sizes that follow from its bits."""
+    policy = settings.federation().agent.policy
+    first = policy.initial(jax.random.fold_in(jax.random.key(settings.seed), INITIAL))
+    return first, Plan.of(settings, CommonCoin.of(np.asarray(first)))
+
+
+def _stream(key: Array, iteration: int, stream: int) -> Array:
+    """As in `simulate`: stream k is the play of agent k, those from K on are the rounds of messages."""
+    return _fold(key, jnp.asarray([ITERATIONS, iteration, stream]))
+
+
+def _on_play(attack: Attack | None) -> Attack | None:
+    return attack if attack is not None and attack.poisons_play else None
+
+
+def _sample(agent: Agent, state: AgentState, key: Array, large: bool, attack: Attack | None) -> tuple[Array, Sampled]:
+    """The estimate of one agent, from a batch of its own; twice, see `_estimate`."""
+    if isinstance(agent.env, HostTask):
+        episodes = agent.play(state.parameters, key[None], large, _liars(attack))
+    else:
+        episodes = _play(agent, state.parameters, key[None], large, attack)
+    return _estimate(agent, large, state, episodes)
 
 
 def _vectors(state: AgentState) -> list[Any]:
@@ -233,16 +344,17 @@ def _settle(agent: Agent, before: Array, advanced: AgentState, agreed: Array) ->
 
 @partial(jax.jit, static_argnames=("rule", "num_faulty"), compiler_options=QUICK_COMPILATION)
 def _apply(
-    rule: Rule, num_faulty: int, received: Array, present: Array, own: Array | int, key: Array
-) -> tuple[Array, Array | None, Array]:
-    """The result at one receiver, the weights it gave, and the diameter of what it received."""
-    cloud = Cloud.received(received, present, len(received) - num_faulty, jnp.asarray(own))
+    rule: Rule, num_faulty: int, received: Array, present: Array, own: Array | int | None, key: Array
+) -> tuple[Array, Array | None, Array, Array]:
+    """The result at one receiver, its weights, the diameter of what it received, and whether enough was usable."""
+    majority = len(received) - num_faulty
+    cloud = Cloud.received(received, present, majority, None if own is None else jnp.asarray(own))
     distances = jnp.where(jnp.isfinite(cloud.distances()), cloud.distances(), 0)
-    diameter = jnp.sqrt(jnp.max(distances))
+    diameter, defined = jnp.sqrt(jnp.max(distances)), jnp.sum(cloud.usable) >= majority
     if rule.has_weights:
         coefficients = rule.coefficients(cloud, num_faulty, key)
-        return cloud.combine(coefficients), coefficients[:-1], diameter
-    return rule.combine(cloud, num_faulty, key), None, diameter
+        return cloud.combine(coefficients), coefficients[:-1], diameter, defined
+    return rule.combine(cloud, num_faulty, key), None, diameter, defined
 
 
 @partial(jax.jit, static_argnames=("attack", "gradients"))
@@ -253,3 +365,17 @@ def _lies(
     everyone = jnp.arange(len(vectors))
     answers = attack.messages("gradients" if gradients else "parameters", knowledge, everyone)
     return jnp.broadcast_to(answers[:, 0], vectors.shape)
+
+
+@partial(jax.jit, static_argnames=("attack", "rule", "num_faulty"))
+def _lies_at_server(
+    attack: Attack,
+    rule: Rule,
+    num_faulty: int,
+    vectors: Array,
+    liars: Array,
+    iteration: Array | int,
+    key: Array,
+) -> Array:
+    knowledge = Knowledge(vectors, liars, jnp.asarray(iteration), key, rule, num_faulty)
+    return attack.messages("gradients", knowledge, jnp.asarray([len(vectors)]))[0]
