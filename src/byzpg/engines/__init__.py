@@ -1,0 +1,1 @@
+"""Other frameworks that run what byzpg is: thin, without a line of the method."""
