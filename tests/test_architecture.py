@@ -45,6 +45,7 @@ ORDER = [
     "summaries",
     "figures",
     "report",
+    "sweeps",
     "live",
     "engines",
     "cli",

@@ -1,7 +1,6 @@
 """Runs: what is kept of them, that nothing kept is lost or overwritten, and that a resumed run is the run."""
 
 import json
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -206,26 +205,6 @@ def test_progress_is_told_after_every_block(config: Config, run: Run) -> None:
     assert all(each.total_trajectories == run.trajectories[-1] for each in seen)
     assert seen[-1].mean_return == pytest.approx(np.mean(run.returns[:, 2 * BLOCK :]))
     assert 0 < seen[0].seconds <= seen[1].seconds <= seen[2].seconds
-
-
-def test_seeds_can_be_dealt_to_several_devices(config: Config, run: Run, tmp_path: Path) -> None:
-    """The same up to rounding, for the program of one seed is another than that of two."""
-    program = """
-import json, sys
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-import byzpg
-byzpg.train(byzpg.Config.of(json.loads(sys.argv[1]), "test"), sys.argv[2])
-"""
-    settings, path = json.dumps(config.resolved().as_data()), tmp_path / "dealt"
-    subprocess.run([sys.executable, "-c", program, settings, path], check=True)
-    assert len(json.loads((path / "provenance.json").read_text())["devices"]) == 2
-    dealt = byzpg.load(path)
-    np.testing.assert_array_equal(dealt.large, run.large)
-    for name in run.metrics:
-        np.testing.assert_allclose(dealt.metrics[name], run.metrics[name], rtol=2e-3, atol=2e-3, err_msg=name)
-    for name in run.parameters:
-        np.testing.assert_allclose(dealt.parameters[name], run.parameters[name], atol=1e-3, err_msg=name)
 
 
 # Policies

@@ -18,10 +18,11 @@ from jax.core import Tracer
 
 from byzpg.attacks import Attack, Knowledge
 from byzpg.clouds import Cloud, SharedRows, dot, finite_rows, squared_distances
+from byzpg.cluster import Deal
 from byzpg.components import Vectors, check_num_byzantine, check_vectors
 from byzpg.rules import Rule, clear_search_errors
 
-# Bytes of lies held at once; a group of receivers is as large as this allows.
+# Bytes of lies and Gram matrices held at once; a group of receivers is as large as this allows.
 GROUP_BYTES = 2**30
 
 Phase = Literal["gradients", "parameters"]
@@ -51,11 +52,13 @@ def exchange(
     key: Array | None = None,
     at_server: bool = False,
     diagnose: bool = False,
+    deal: Deal = Deal(),  # noqa: B008
 ) -> tuple[Array, Diagnostics | None]:
     """Apply `rule` at every agent to what it receives when the agents `byzantine` [b] attack; results [K, d].
 
     `vectors` [K, d] is what each agent would send honestly, `num_byzantine` the f that receivers declare. With
-    `at_server` there is one trusted receiver, and the result is [d]. Every round needs a `key` of its own.
+    `at_server` there is one trusted receiver, and the result is [d]. Every round needs a `key` of its own. `deal` says
+    how receivers are dealt to the devices of a mesh, all of which have the `vectors` and get the results.
     """
     vectors = check_vectors("vectors", vectors)
     rule.check(len(vectors), check_num_byzantine(num_byzantine))
@@ -80,6 +83,7 @@ def exchange(
             phase=phase,
             at_server=at_server,
             diagnose=diagnose,
+            deal=deal,
         )
         if not isinstance(exchanged[0], Tracer):
             jax.block_until_ready(exchanged)
@@ -106,7 +110,7 @@ def _check_byzantine(byzantine: Vectors | Sequence[int], num_agents: int) -> Arr
     return indices
 
 
-@partial(jax.jit, static_argnames=("rule", "attack", "num_byzantine", "phase", "at_server", "diagnose"))
+@partial(jax.jit, static_argnames=("rule", "attack", "num_byzantine", "phase", "at_server", "diagnose", "deal"))
 def _exchange(
     rule: Rule,
     vectors: Array,
@@ -119,6 +123,7 @@ def _exchange(
     phase: Phase,
     at_server: bool,
     diagnose: bool,
+    deal: Deal,
 ) -> tuple[Array, Diagnostics | None]:
     num_agents, dimension = vectors.shape
     num_liars = len(byzantine)
@@ -177,7 +182,10 @@ def _exchange(
         receivers = jnp.append(honest[:1], byzantine)
         stands_for = jnp.zeros(num_agents, int).at[byzantine].set(1 + jnp.arange(num_liars))
     rows_per_receiver = 2 * num_liars * equivocal + 2 + (0 if rule.has_weights else 2 * num_agents)
-    results, weights = _in_groups(at_group, receivers, rows_per_receiver * 4 * dimension)
+    # A cloud's mixing, its Gram matrix and the distances, at work twice.
+    matrices = 6 * (num_agents + num_liars) ** 2
+    here = _in_groups(at_group, deal.part(receivers), 4 * (rows_per_receiver * dimension + matrices))
+    results, weights = deal.whole(here, len(receivers))
     if stands_for is not None:
         results = results[stands_for]
         weights = None if weights is None else weights[stands_for]

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from byzpg.algorithms import Agent, AgentState, Federation, Sampled
+from byzpg.cluster import AGENTS, BY_SEED, EVERYWHERE, Deal, layout, mesh_for, placed
 from byzpg.coin import CommonCoin
 from byzpg.envs.host import HostTask
 from byzpg.exchange import Diagnostics, Phase, exchange
@@ -117,11 +118,12 @@ class Simulation:
 
     def placed(self, states: States) -> States:
         """The states where `run` leaves them: from elsewhere, a second program would be compiled for the next block."""
-        return _placed(states, self._mesh())
+        return placed(states, self._mesh())
 
     def coin(self) -> CommonCoin:
         """The coin of all seeds: that of the first one's θ_0."""
-        return CommonCoin.of(np.asarray(self.start()[0].agents.parameters[0, 0]))
+        first = _start(jnp.asarray(self.seeds), self.federations)[0]
+        return CommonCoin.of(np.asarray(first.agents.parameters[0, 0]))
 
     def run(
         self, states: States, batches: Sequence[int] | np.ndarray, output_iteration: int
@@ -143,10 +145,9 @@ class Simulation:
         return isinstance(self.federations[0].agent.env, HostTask)
 
     def _mesh(self) -> Mesh:
-        """Seeds need nothing of each other: they are dealt to as many devices as divide them evenly."""
-        devices = jax.local_devices()
-        num_devices = max(n for n in range(1, len(devices) + 1) if len(self.seeds) % n == 0)
-        return Mesh(np.asarray(devices[:num_devices]), "seed")
+        """On a host task only seeds are dealt to devices: episodes come from outside."""
+        num_agents = 1 if self.on_host else max(federation.num_agents for federation in self.federations)
+        return mesh_for(len(self.seeds), num_agents)
 
 
 @partial(jax.jit, static_argnames="purpose")
@@ -176,34 +177,23 @@ QUICK_COMPILATION = {
 def _run_block(
     states: States, keys: Keys, batches: Array, output_iteration: Array, federations: Federations, mesh: Mesh
 ) -> tuple[States, tuple[Metrics, ...]]:
-    by_seed, everywhere = PartitionSpec("seed"), PartitionSpec()
     return jax.shard_map(
-        partial(_iterate_block, federations),
+        partial(_iterate_block, federations, Deal(mesh.shape[AGENTS])),
         mesh=mesh,
-        in_specs=(_layout(states), by_seed, everywhere, everywhere),
-        out_specs=(_layout(states), by_seed),
+        in_specs=(layout(states), BY_SEED, EVERYWHERE, EVERYWHERE),
+        out_specs=(layout(states), BY_SEED),
         check_vma=False,
     )(states, keys, batches, output_iteration)
 
 
-def _layout(tree):
-    """Which leaves are dealt to devices by seed: all that have seeds."""
-    return jax.tree.map(lambda leaf: PartitionSpec("seed") if leaf.ndim else PartitionSpec(), tree)
-
-
-def _placed(tree, mesh: Mesh):
-    """The leaves on the devices that `_layout` gives them."""
-    return jax.device_put(tree, jax.tree.map(partial(NamedSharding, mesh), _layout(tree)))
-
-
 def _iterate_block(
-    federations: Federations, states: States, keys: Keys, batches: Array, output_iteration: Array
+    federations: Federations, deal: Deal, states: States, keys: Keys, batches: Array, output_iteration: Array
 ) -> tuple[States, tuple[Metrics, ...]]:
-    """The iterations of one device's seeds."""
+    """The iterations of one device's seeds and agents."""
 
     def iterate(states: States, batch: Array) -> tuple[States, tuple[Metrics, ...]]:
         states = _with_output(states, output_iteration)
-        iteration = partial(_iteration, federations, federations[0].agent.play)
+        iteration = partial(_iteration, federations, deal, federations[0].agent.play)
         return lax.cond(batch == SKIP, _skip, iteration, states, keys, batch == LARGE)
 
     states, metrics = lax.scan(iterate, states, batches)
@@ -224,9 +214,7 @@ def _run_on_host(
         players = jax.device_put(_players_now(states, keys, federations, large), mesh.devices[0])
         liars = _liars(federations, [players])
         episodes = federations[0].agent.play(players.agents.parameters, players.keys, large, liars)
-        states, entry = _run_iteration(
-            states, keys, _placed(episodes, mesh), output_iteration, federations, large, mesh
-        )
+        states, entry = _run_iteration(states, keys, placed(episodes, mesh), output_iteration, federations, large, mesh)
         metrics.append(entry)
     return states, jax.tree.map(lambda *entries: np.stack(entries, axis=1), *metrics)
 
@@ -251,13 +239,14 @@ def _run_iteration(
     def iterate(
         states: States, keys: Keys, episodes: Episodes, output_iteration: Array
     ) -> tuple[States, tuple[Metrics, ...]]:
-        return _iteration(federations, lambda *_: episodes, _with_output(states, output_iteration), keys, large)
+        states = _with_output(states, output_iteration)
+        return _iteration(federations, Deal(), lambda *_: episodes, states, keys, large)
 
     return jax.shard_map(
         iterate,
         mesh=mesh,
-        in_specs=(_layout(states), PartitionSpec("seed"), _layout(episodes), PartitionSpec()),
-        out_specs=(_layout(states), PartitionSpec("seed")),
+        in_specs=(layout(states), BY_SEED, layout(episodes), EVERYWHERE),
+        out_specs=(layout(states), BY_SEED),
         check_vma=False,
     )(states, keys, episodes, output_iteration)
 
@@ -286,6 +275,10 @@ class Cast:
     gradient_keys: Array  # [seed]
     round_keys: Array  # [seed, round]
 
+    def honest_players(self, num_players: int) -> Array:
+        """Of those who play [seed, player]. A lone one is honest: a server, with agent 0's numbers, or a lone agent."""
+        return self.is_honest if num_players > 1 else jnp.ones_like(self.is_honest[:, :1])
+
 
 def _cast(federation: Federation, iteration: Array, keys: Keys) -> Cast:
     everyone = federation.num_agents
@@ -312,19 +305,19 @@ class Players:
     byzantine: Array
 
 
-def _players(federation: Federation, state: SimulationState, cast: Cast, large: bool) -> Players:
-    """A lone player is honest: a server, with agent 0's random numbers, or a lone agent."""
+def _players(federation: Federation, deal: Deal, state: SimulationState, cast: Cast, large: bool) -> Players:
+    """Those of this device."""
     num_players = federation.num_players(large)
     agents = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (leaf.shape[0], num_players, *leaf.shape[2:])), state.agents
     )
-    liars = ~cast.is_honest if num_players > 1 else jnp.zeros_like(cast.is_honest[:, :1])
-    return _merge(Players(agents, cast.play_keys[:, :num_players], liars))
+    players = Players(agents, cast.play_keys[:, :num_players], ~cast.honest_players(num_players))
+    return _merge(deal.part(players, axis=1))
 
 
 @partial(jax.jit, static_argnames=("federations", "large"))
 def _players_now(states: States, keys: Keys, federations: Federations, large: bool) -> Players:
-    return _players(federations[0], states[0], _cast(federations[0], states[0].iteration, keys), large)
+    return _players(federations[0], Deal(), states[0], _cast(federations[0], states[0].iteration, keys), large)
 
 
 def _liars(federations: Federations, players: list[Players]) -> Liars:
@@ -372,30 +365,30 @@ Play = Callable[[Array, Array, bool, Liars], Episodes]
 
 
 def _iteration(
-    federations: Federations, play: Play, states: States, keys: Keys, large: Array | bool
+    federations: Federations, deal: Deal, play: Play, states: States, keys: Keys, large: Array | bool
 ) -> tuple[States, tuple[Metrics, ...]]:
     """One iteration of all federations and seeds."""
     num_seeds = len(keys.schedule)
     rounds = [
-        _Round(federation, state, _cast(federation, state.iteration, keys))
+        _Round(federation, deal, state, _cast(federation, state.iteration, keys))
         for federation, state in zip(federations, states, strict=True)
     ]
 
     def estimated(batch_is_large: bool) -> list[tuple[Array, SampleMetrics, ExchangeMetrics]]:
         """Of each federation, what its holders of parameters estimate [seed, holder, d]: a server, by its workers."""
-        players = [_players(each.federation, each.state, each.cast, batch_is_large) for each in rounds]
+        players = [_players(each.federation, deal, each.state, each.cast, batch_is_large) for each in rounds]
         everyone = _everyone(players)
         liars = _liars(federations, players)
         episodes = play(everyone.agents.parameters, everyone.keys, batch_is_large, liars)
         results = _estimates(federations, players, episodes, batch_is_large)
         found = []
-        for this, playing, result in zip(rounds, players, results, strict=True):
-            estimates, sampled = _split(result, num_seeds)
+        for this, result in zip(rounds, results, strict=True):
+            num_players = this.federation.num_players(batch_is_large)
+            estimates, sampled = deal.whole(_split(result, num_seeds), num_players, axis=1)
             exchanged = ExchangeMetrics.none(num_seeds)
             if this.federation.centralized and batch_is_large:
                 estimates, exchanged = this.aggregate(estimates)
-            honest = _split(~playing.byzantine, num_seeds)
-            found.append((estimates, _sample_metrics(honest, sampled), exchanged))
+            found.append((estimates, _sample_metrics(this.cast.honest_players(num_players), sampled), exchanged))
         return found
 
     found = _either(large, partial(estimated, True), partial(estimated, False))
@@ -409,6 +402,7 @@ class _Round:
     """One federation in one iteration: its messages, and what comes of them."""
 
     federation: Federation
+    deal: Deal
     state: SimulationState
     cast: Cast
 
@@ -428,6 +422,7 @@ class _Round:
                 key=key,
                 at_server=federation.centralized,
                 diagnose=True,
+                deal=self.deal,
             )
             assert diagnostics is not None
             return results.reshape(federation.num_holders, -1), diagnostics

@@ -1,11 +1,14 @@
 """From configurations to runs: blocks of iterations, progress and checkpoints between them.
 
-Runs that differ in who takes part, who lies and what the others do about it share one program.
+Runs that differ in who takes part, who lies and what the others do about it share one program. Several processes that
+train as one (`cluster`) run the same blocks: the first tells the others which, and they keep nothing.
 """
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from byzpg import published
+from byzpg import cluster, published
 from byzpg.coin import CommonCoin
 from byzpg.config import Config, Settings
 from byzpg.runs import Checkpoint, Run, RunDirectory
@@ -25,6 +28,8 @@ BLOCK = 8
 # Checkpoints are this far apart, and further where they are large: writing them is to take a small share of the time.
 CHECKPOINT_SECONDS = 5.0
 CHECKPOINT_SHARE = 0.05
+# What follows a block, in all processes alike.
+GO_ON, SAVE, STOP = range(3)
 # Steps of one batch of episodes in a shared program: more would no longer fit the memory (of a GPU: 140 GB of it), and
 # on a CPU not the cache either.
 LARGEST_BATCH = {"cpu": 12_000_000, "gpu": 120_000_000}
@@ -111,6 +116,42 @@ def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = Non
         before += work
 
 
+def follow() -> None:
+    """As one of several processes that train as one: do what the first one does, until it is done."""
+    while message := cluster.bytes_of_first():
+        with np.load(BytesIO(message), allow_pickle=False) as arrays:
+            runs = json.loads(str(arrays["runs"]))
+            parts = [_part(arrays, f"{index}/") for index in range(len(runs))]
+        _run(
+            [
+                _Pending(Config.of(values, "the first process").resolved(), None, Checkpoint.of(part) if part else None)
+                for values, part in zip(runs, parts, strict=True)
+            ],
+            None,
+        )
+
+
+def _part(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): values for name, values in arrays.items() if name.startswith(prefix)}
+
+
+def _lead(pending: Sequence["_Pending"]) -> None:
+    """Tell those who follow this process what comes next."""
+    arrays = {"runs": np.asarray(json.dumps([each.settings.as_data() for each in pending]))}
+    for index, each in enumerate(pending):
+        if each.checkpoint is not None:
+            arrays |= {f"{index}/{name}": values for name, values in each.checkpoint.as_arrays().items()}
+    message = BytesIO()
+    np.savez(message, allow_pickle=False, **arrays)
+    cluster.bytes_of_first(message.getvalue())
+
+
+def dismiss() -> None:
+    """Let those go who follow this process."""
+    if cluster.leads() and not cluster.torn():
+        cluster.bytes_of_first(b"")
+
+
 def load(directory: str | Path) -> Run:
     """A run from its directory: complete, or as far as its last checkpoint."""
     kept = RunDirectory.open(Path(directory))
@@ -187,6 +228,10 @@ def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Ru
     started = time.monotonic()
     settings = pending[0].settings
     simulation = Simulation(tuple(each.settings.federation() for each in pending), settings.seeds)
+    if cluster.leads():
+        if simulation.on_host:
+            raise ValueError(f"{settings.env} is played on the host, by one process: leave --coordinator out.")
+        _lead(pending)
     plan = Plan.of(settings, simulation.coin())
     num_iterations = len(plan.large)
     states, begin = simulation.start(), 0
@@ -201,9 +246,10 @@ def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Ru
         last = min(first + block_length, num_iterations)
         batches = np.full(block_length, SKIP)
         batches[: last - first] = np.where(plan.large[first:last], LARGE, SMALL)
-        states, latest = simulation.run(states, batches, plan.output_iteration)
-        for kept_blocks, block in zip(blocks, latest, strict=True):
-            kept_blocks.append({name: np.asarray(values)[:, : last - first] for name, values in vars(block).items()})
+        with cluster.common_program():
+            states, latest = simulation.run(states, batches, plan.output_iteration)
+        for kept_blocks, block in zip(blocks, cluster.fetched(latest), strict=True):
+            kept_blocks.append({name: values[:, : last - first] for name, values in vars(block).items()})
         stopped = None
         if on_progress is not None:
             latest_return = float(np.mean(blocks[0][-1]["return_mean"]))
@@ -214,18 +260,21 @@ def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Ru
             except BaseException as error:  # whoever watches may stop a run (Ctrl-C): not before it is saved
                 stopped = error
         began = time.monotonic()
-        if stopped or last == num_iterations or began > next_save:
-            for each, state, kept_blocks in zip(pending, states, blocks, strict=True):
+        save = stopped is not None or last == num_iterations or began > next_save
+        decision = cluster.number_of_first(STOP if stopped is not None else SAVE if save else GO_ON)
+        if decision != GO_ON:
+            for each, state, kept_blocks in zip(pending, cluster.fetched(states), blocks, strict=True):
                 if each.kept is not None:
-                    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-                    each.kept.write_checkpoint(Checkpoint(last, leaves, _joined(kept_blocks)))
+                    each.kept.write_checkpoint(Checkpoint(last, jax.tree.leaves(state), _joined(kept_blocks)))
             spent = time.monotonic() - began
             next_save = time.monotonic() + max(CHECKPOINT_SECONDS, spent / CHECKPOINT_SHARE)
         if stopped is not None:
             raise stopped
+        if decision == STOP:
+            return []
     runs = [
         _results(each.settings, plan, state, _joined(kept_blocks))
-        for each, state, kept_blocks in zip(pending, states, blocks, strict=True)
+        for each, state, kept_blocks in zip(pending, cluster.fetched(states), blocks, strict=True)
     ]
     for each, run in zip(pending, runs, strict=True):
         if each.kept is not None:

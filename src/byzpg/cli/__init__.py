@@ -8,28 +8,29 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal, Union, get_args
+from typing import Annotated, Literal, NoReturn, Union, get_args
 
-import jax
 import numpy as np
 import tyro
+from jax.errors import JaxRuntimeError
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from byzpg import aggregators, attacks, envs, figures, play, registry, statistics, training
+from byzpg import aggregators, attacks, cluster, envs, figures, play, registry, statistics, training
 from byzpg.algorithms import ALGORITHMS
-from byzpg.cli import live
+from byzpg.cli import live, sweep
 from byzpg.cli.console import console, errors, say
 from byzpg.components import Component
 from byzpg.config import Config, Settings
 from byzpg.envs import host
 from byzpg.experiments import COLLECTIONS, EXPERIMENTS, Scope, grid
+from byzpg.least_diameter import SearchLimitError
 from byzpg.report import by_preset, write_report
 from byzpg.results import Results
 from byzpg.robustness import certificate
@@ -132,6 +133,20 @@ class Certify:
         say(f"Picture: {self.output}")
 
 
+# Options that several commands have.
+HardwareOptions = Annotated[tyro.conf.OmitArgPrefixes[cluster.Hardware], tyro.conf.arg(name="hardware")]
+
+
+def _follows(hardware: cluster.Hardware) -> bool:
+    """Take the devices. Where this process follows another, do as that one does; then there is no more to do."""
+    hardware.start()
+    if cluster.follows():
+        say(f"Process {hardware.process} of {hardware.processes} follows {hardware.coordinator}.")
+        training.follow()
+        say("Done.")
+    return cluster.follows()
+
+
 @dataclass(frozen=True)
 class Train:
     """Train a federation, and show how it went.
@@ -147,8 +162,11 @@ class Train:
     """Where the run goes; must not hold a run yet. Left out: runs/ and a name with the first free number."""
     compare: bool = True
     """Train plain averaging under the same attack as well."""
+    hardware: HardwareOptions = field(default_factory=cluster.Hardware)
 
     def run(self) -> None:
+        if _follows(self.hardware):
+            return
         settings = self.options.resolved()
         directory = _free_directory(settings) if self.directory is None else self.directory
         plans, others = {directory: settings}, {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG"}
@@ -160,7 +178,7 @@ class Train:
         # Both runs are laid down before either starts, so that whatever stops them, `resume` does all the rest.
         for path, planned in plans.items():
             RunDirectory.create(path, planned)
-        Resume(directory).run()
+        _resume(directory)
 
 
 @dataclass(frozen=True)
@@ -169,32 +187,38 @@ class Resume:
 
     directory: tyro.conf.Positional[Path]
     """The run's directory."""
+    hardware: HardwareOptions = field(default_factory=cluster.Hardware)
 
     def run(self) -> None:
-        comparison = self.directory / COMPARISON
-        directories = [self.directory, comparison] if comparison.exists() else [self.directory]
-        plans = {directory: RunDirectory.open(directory).settings() for directory in directories}
-        with _progress(f"byzpg resume {self.directory}") as on_progress:
-            for directory, settings in plans.items():
-                seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
-                say(f"{_method(settings)} on {_setting(settings)}: {seeds}, preset {settings.preset} → {directory}")
-            training.resume_all(directories, on_progress)
-        runs = {directory: training.load(directory) for directory in directories}
-        console.print(_summary(runs))
-        for directory, run in runs.items():
-            if run.diverged:
-                seeds = ", ".join(map(str, run.diverged))
-                say(f"Diverged: seed {seeds} of {directory}. A smaller --step-size, or a cap on the weights, may help.")
-        picture, settings = self.directory / "curves.png", plans[self.directory]
-        solved = envs.make(settings.env).reward_threshold
-        figures.save(
-            figures.learning_curves(
-                _curves(runs), _setting(settings), reference_level=solved, reference_name="counts as solved"
-            ),
-            picture,
-        )
-        say(f"Picture: {picture}")
-        say(f"See it play: byzpg play {self.directory}")
+        if not _follows(self.hardware):
+            _resume(self.directory)
+
+
+def _resume(path: Path) -> None:
+    comparison = path / COMPARISON
+    directories = [path, comparison] if comparison.exists() else [path]
+    plans = {directory: RunDirectory.open(directory).settings() for directory in directories}
+    with _progress(f"byzpg resume {path}") as on_progress:
+        for directory, settings in plans.items():
+            seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
+            say(f"{_method(settings)} on {_setting(settings)}: {seeds}, preset {settings.preset} → {directory}")
+        training.resume_all(directories, on_progress)
+    runs = {directory: training.load(directory) for directory in directories}
+    console.print(_summary(runs))
+    for directory, run in runs.items():
+        if run.diverged:
+            seeds = ", ".join(map(str, run.diverged))
+            say(f"Diverged: seed {seeds} of {directory}. A smaller --step-size, or a cap on the weights, may help.")
+    picture, settings = path / "curves.png", plans[path]
+    solved = envs.make(settings.env).reward_threshold
+    figures.save(
+        figures.learning_curves(
+            _curves(runs), _setting(settings), reference_level=solved, reference_name="counts as solved"
+        ),
+        picture,
+    )
+    say(f"Picture: {picture}")
+    say(f"See it play: byzpg play {path}")
 
 
 @dataclass(frozen=True)
@@ -222,8 +246,11 @@ class Reproduce:
     """Trajectories per agent. Left out: 8,000, as in the paper; in experiments beyond it fewer."""
     directory: Path = Path("reproduction")
     """Where runs, results and pictures go."""
+    hardware: HardwareOptions = field(default_factory=cluster.Hardware)
 
     def run(self) -> None:
+        if _follows(self.hardware):
+            return
         if not self.names:
             raise ValueError(f"reproduce needs a name: {', '.join([*EXPERIMENTS, *COLLECTIONS])}.")
         for option in ("seeds", "trajectories"):
@@ -539,8 +566,6 @@ def _default_options() -> Config:
 
 
 def main() -> None:
-    # Seeds are dealt to devices, and on a CPU every core can be one; this must come before JAX looks for devices.
-    jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
     by_name = ConstructorRegistry()
     by_name.primitive_rule(_components_by_name)
     try:
@@ -554,6 +579,7 @@ def main() -> None:
             Annotated[List, tyro.conf.subcommand("list")],
             Annotated[Certify, tyro.conf.subcommand("certify")],
             *live.COMMANDS,
+            *sweep.COMMANDS,
         ]
         command = tyro.cli(  # pyright: ignore[reportCallIssue]
             commands,  # pyright: ignore[reportArgumentType]
@@ -562,10 +588,18 @@ def main() -> None:
             registry=by_name,
             config=(tyro.conf.DisallowNone,),
         )
-        command.run()
-    except (ValueError, OSError) as error:
+        try:
+            command.run()
+        finally:
+            training.dismiss()
+    except (ValueError, OSError, SearchLimitError) as error:
         errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _exit(2)
+    except JaxRuntimeError as error:
+        if not cluster.torn():
+            raise
+        errors.print(f"[red]error:[/red] {escape(str(error).splitlines()[0])}", highlight=False, soft_wrap=True)
+        _exit(1)
     except ModuleNotFoundError as error:
         if error.name not in live.PACKAGES:
             raise
@@ -573,4 +607,10 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt as stop:
         errors.print(escape(str(stop) or "Stopped."), highlight=False, soft_wrap=True)
-        sys.exit(130)  # 128 + SIGINT, as shells have it
+        _exit(130)  # 128 + SIGINT, as shells have it
+
+
+def _exit(code: int) -> NoReturn:
+    if cluster.torn():
+        os._exit(code)  # an orderly end would wait for the others, who hang
+    sys.exit(code)
