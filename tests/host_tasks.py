@@ -1,6 +1,9 @@
 """Tasks as users write them, for tests: sound ones and broken ones."""
 
+import os
+import time
 from itertools import count
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -170,3 +173,34 @@ class Old(Corridor):
 
 def old() -> gymnasium.Env:
     return Old()
+
+
+class Patient(Corridor):
+    """Its first step in a folder that BYZPG_WAIT names notes the process there and waits for a file `go`, or death."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        folder = Path(os.environ.get("BYZPG_WAIT") or "nowhere")
+        if folder.is_dir() and not (folder / "process").exists():
+            (folder / "writing").write_text(str(os.getpid()))
+            (folder / "writing").rename(folder / "process")
+            for _ in range(1200):
+                if (folder / "go").exists():
+                    break
+                time.sleep(0.05)
+        return super().step(action)
+
+
+def patient() -> gymnasium.Env:
+    print('{"kind": "finished"}')  # must not pass for an answer of whoever plays it
+    return TimeLimit(Patient(), 9)
+
+
+class Stumbling(Corridor):
+    """Falls at its first step."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        raise KeyError("the map is missing")
+
+
+def stumbling() -> gymnasium.Env:
+    return TimeLimit(Stumbling(), 9)

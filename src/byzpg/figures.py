@@ -143,6 +143,27 @@ def learning_curves(
     return figure
 
 
+def dots(values: Mapping[str, np.ndarray], title: str, what: str) -> Figure:
+    """By label a row: a dot per seed [seed], a stroke at their mean, and the mean in digits."""
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(7, 1.1 + 0.3 * len(values)), layout="constrained")
+        for row, each in enumerate(values.values()):
+            known = each[np.isfinite(each)]
+            colour = COLOURS[row % len(COLOURS)]
+            axes.plot(known, np.full(len(known), row), "o", color=colour, alpha=0.45, markersize=5, markeredgewidth=0)
+            if len(known):
+                axes.plot(np.mean(known), row, "|", color=colour, markersize=15, markeredgewidth=2.2)
+            shown = f"{np.mean(each):.0f}" if len(known) == len(each) else f"{len(each) - len(known)} diverged"
+            axes.annotate(shown, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+        axes.set_yticks(range(len(values)), list(values), fontsize=9)
+        axes.set_ylim(len(values) - 0.5, -0.5)
+        axes.set_xlabel(what)
+        axes.margins(x=0.04)
+        _tidy(axes)
+        axes.set_title(title, fontsize=12, fontweight="bold", loc="left")
+    return figure
+
+
 def _draw_band(
     axes: Axes, x: np.ndarray, middle: np.ndarray, low: np.ndarray, high: np.ndarray, color: str, **look: object
 ) -> None:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from zipfile import BadZipFile
 
 import jax
@@ -102,6 +103,20 @@ class Checkpoint:
     state: list[np.ndarray]  # leaves of the simulation's state
     metrics: dict[str, np.ndarray]  # name: [seed, iteration]
 
+    def as_arrays(self) -> dict[str, Any]:
+        """All of it by name; `of` reads it back."""
+        arrays: dict[str, Any] = {f"state_{index}": leaf for index, leaf in enumerate(self.state)}
+        arrays |= {f"metric_{name}": values for name, values in self.metrics.items()}
+        return arrays | {"iteration": self.iteration}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray]) -> "Checkpoint":
+        state = [arrays[f"state_{index}"] for index in range(sum(name.startswith("state_") for name in arrays))]
+        metrics = {
+            name.removeprefix("metric_"): values for name, values in arrays.items() if name.startswith("metric_")
+        }
+        return cls(int(arrays["iteration"]), state, metrics)
+
 
 class RunDirectory:
     """The files of one run."""
@@ -110,8 +125,8 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path, settings: Settings) -> "RunDirectory":
-        """A new run's directory; one that holds anything already is never touched."""
+    def create(cls, path: Path, settings: Settings, about: Mapping[str, Any] | None = None) -> "RunDirectory":
+        """A new run's directory; one that holds anything already is never touched. `about`: its provenance."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             if (path / "config.json").exists():
                 raise ValueError(f"{path} holds a run already: choose another directory, or `byzpg resume {path}`.")
@@ -119,7 +134,7 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
         directory._write_json("config.json", settings.as_data())
-        directory._write_json("provenance.json", provenance())
+        directory.write_provenance(provenance() if about is None else about)
         return directory
 
     @classmethod
@@ -135,12 +150,11 @@ class RunDirectory:
     def complete(self) -> bool:
         return (self.path / "parameters.npz").is_file()
 
+    def write_provenance(self, about: Mapping[str, Any]) -> None:
+        self._write_json("provenance.json", about)
+
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
-        arrays = {f"state_{index}": leaf for index, leaf in enumerate(checkpoint.state)}
-        arrays |= {f"metric_{name}": values for name, values in checkpoint.metrics.items()}
-        self._write_arrays(
-            "checkpoint.npz", arrays | {"iteration": checkpoint.iteration, "config": self._config_digest()}
-        )
+        self._write_arrays("checkpoint.npz", checkpoint.as_arrays() | {"config": self._config_digest()})
 
     def read_checkpoint(self) -> Checkpoint | None:
         """The last checkpoint, or None if there is none yet; one of another configuration is an error."""
@@ -152,26 +166,17 @@ class RunDirectory:
                 f"{self.path / 'checkpoint.npz'} belongs to another configuration than the config.json beside it: "
                 "put that config.json back, or train anew in another directory."
             )
-        state = [arrays[f"state_{index}"] for index in range(sum(name.startswith("state_") for name in arrays))]
-        metrics = {
-            name.removeprefix("metric_"): values for name, values in arrays.items() if name.startswith("metric_")
-        }
-        return Checkpoint(int(arrays["iteration"]), state, metrics)
+        return Checkpoint.of(arrays)
 
     def write_results(self, run: Run) -> None:
-        columns = {"trajectories": run.trajectories, "large": run.large, **run.metrics}
-        self._write_arrays("metrics.npz", columns)
+        metrics, parameters = _tables(run)
+        self._write_arrays("metrics.npz", metrics)
         # Last, since it marks the run as complete.
-        self._write_arrays("parameters.npz", {**run.parameters, "output_iteration": run.output_iteration})
+        self._write_arrays("parameters.npz", parameters)
 
     def read_results(self) -> Run:
-        metrics, parameters = self._read_arrays("metrics.npz"), self._read_arrays("parameters.npz")
-        try:
-            trajectories, large = metrics.pop("trajectories"), metrics.pop("large")
-            output_iteration = int(parameters.pop("output_iteration"))
-        except KeyError as error:
-            raise ValueError(f"{self.path}: the results lack {error}.") from None
-        return Run(self.settings(), trajectories, large, metrics, parameters, output_iteration, complete=True)
+        tables = self._read_arrays("metrics.npz"), self._read_arrays("parameters.npz")
+        return _complete(self.settings(), *tables, str(self.path))
 
     def _config_digest(self) -> np.ndarray:
         return np.frombuffer(sha256((self.path / "config.json").read_bytes()).digest(), np.uint8)
@@ -186,10 +191,54 @@ class RunDirectory:
     def _read_arrays(self, name: str) -> dict[str, np.ndarray]:
         path = self.path / name
         try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return dict(arrays)
+            with path.open("rb") as file:
+                return _arrays(file)
         except (OSError, ValueError, TypeError, AttributeError, BadZipFile, EOFError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def packed(run: Run) -> bytes:
+    """The results of a complete run, for those who have no file in common with it: an .npz without pickles."""
+    whole = BytesIO()
+    named = zip(("metrics", "parameters"), _tables(run), strict=True)
+    arrays = {f"{table}/{name}": values for table, columns in named for name, values in columns.items()}
+    np.savez(whole, allow_pickle=False, **arrays)
+    return whole.getvalue()
+
+
+def unpacked(settings: Settings, whole: bytes, source: str) -> Run:
+    """The complete run with these settings that `packed` made these bytes of."""
+    try:
+        arrays = _arrays(BytesIO(whole))
+    except (OSError, ValueError, TypeError, AttributeError, BadZipFile, EOFError) as error:
+        raise ValueError(f"{source} cannot be read: {error}") from None
+    tables: dict[str, dict[str, np.ndarray]] = {"metrics": {}, "parameters": {}}
+    for name, values in arrays.items():
+        table, _, column = name.partition("/")
+        tables.setdefault(table, {})[column] = values
+    return _complete(settings, tables["metrics"], tables["parameters"], source)
+
+
+def _tables(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What metrics.npz and parameters.npz hold."""
+    columns = {"trajectories": run.trajectories, "large": run.large, **run.metrics}
+    return columns, {**run.parameters, "output_iteration": run.output_iteration}
+
+
+def _complete(
+    settings: Settings, metrics: dict[str, np.ndarray], parameters: dict[str, np.ndarray], source: str
+) -> Run:
+    try:
+        trajectories, large = metrics.pop("trajectories"), metrics.pop("large")
+        output_iteration = int(parameters.pop("output_iteration"))
+    except KeyError as error:
+        raise ValueError(f"{source}: the results lack {error}.") from None
+    return Run(settings, trajectories, large, metrics, parameters, output_iteration, complete=True)
+
+
+def _arrays(file: IO[bytes]) -> dict[str, np.ndarray]:
+    with np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
 def provenance() -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""A local worker: trains the runs that standard input names and answers on standard output, a line of JSON each.
+
+It ends when its input ends, also because whoever started it is gone: after the block of iterations that it is at, with
+a checkpoint, and at the latest after GRACE_SECONDS.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+
+from byzpg import training
+from byzpg.runs import provenance
+
+GRACE_SECONDS = 30.0
+# Between two words about how far a run is.
+PROGRESS_SECONDS = 0.3
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a task prints is no answer
+    asked: SimpleQueue[str | None] = SimpleQueue()
+    over = threading.Event()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            asked.put(line)
+        over.set()
+        asked.put(None)
+        time.sleep(GRACE_SECONDS)
+        os._exit(1)
+
+    def answer(**said: Any) -> None:
+        answers.write(json.dumps(said) + "\n")
+        answers.flush()
+
+    threading.Thread(target=listen, daemon=True).start()
+    answer(kind="ready", backend=jax.default_backend(), about=provenance())
+    while (line := asked.get()) is not None:
+        spoken = time.monotonic()
+
+        def on_progress(progress: training.Progress) -> None:
+            nonlocal spoken
+            if over.is_set():
+                raise KeyboardInterrupt
+            if time.monotonic() - spoken > PROGRESS_SECONDS:
+                spoken = time.monotonic()
+                answer(kind="training", share=progress.done)
+
+        try:
+            training.resume(json.loads(line)["directory"], on_progress)
+        except (KeyboardInterrupt, BrokenPipeError):
+            break
+        except Exception as error:
+            traceback.print_exc()
+            answer(kind="failed", reason=f"{type(error).__name__}: {error}")
+        else:
+            answer(kind="finished")
+
+
+if __name__ == "__main__":
+    main()
