@@ -184,8 +184,8 @@ class Worker:
     def gradient(self, iteration: int, parameters: np.ndarray) -> np.ndarray:
         """ṽ [d] at the server's θ [d], from a large batch of episodes of its own."""
         estimate, sampled = self._sample(self.index, iteration, parameters)
-        self.returns = np.asarray(sampled.returns[0])
-        return np.asarray(estimate[0])
+        self.returns = np.asarray(sampled.returns)[0]
+        return np.asarray(estimate)[0]
 
     def lie(self, attack: Attack, iteration: int, parameters: np.ndarray, liars: Sequence[int]) -> np.ndarray:
         """What an omniscient liar in this place sends to the server [d], one of `liars`.
@@ -207,7 +207,8 @@ class Worker:
         return np.asarray(lies[sorted(liars).index(self.index)])
 
     def _sample(self, index: int, iteration: int, parameters: np.ndarray) -> tuple[Array, Sampled]:
-        state = self.federation.agent.initial(jnp.asarray(parameters, jnp.float32)[None])
+        held = jnp.asarray(np.asarray(parameters, np.float32)[None])
+        state = AgentState(held, held, held, ())  # of all this, a large batch looks at θ alone
         attack = self._attack if index == self.index else None
         return _sample(self.federation.agent, state, _stream(self._key, iteration, index), True, attack)
 

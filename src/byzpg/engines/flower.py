@@ -143,12 +143,12 @@ def _settings(given: dict[str, Any]) -> Settings:
             given["hidden"] = tuple(int(size) for size in hidden.split(","))
         except ValueError:
             raise ValueError(f"run config: hidden must be sizes such as '16,16', got {hidden!r}.") from None
-    fixed = {"algorithm": "ByzPG", "num_byzantine": 0, "num_seeds": 1}
-    settings = Config.of({**fixed, **given}, "run config").resolved()
-    algorithm = ALGORITHMS[settings.algorithm]
-    if not algorithm.centralized:
-        raise ValueError(f"run config: algorithm {settings.algorithm} has no server: use ByzPG or Fed-PAGE-PG.")
-    if not algorithm.robust and settings.num_declared:
+    values = {"algorithm": "ByzPG", "num_byzantine": 0, "num_seeds": 1, **given}
+    for name, algorithm in ALGORITHMS.items():
+        if plain_name(str(values["algorithm"])) == plain_name(name) and not algorithm.centralized:
+            raise ValueError(f"run config: algorithm {name} has no server: use ByzPG or Fed-PAGE-PG.")
+    settings = Config.of(values, "run config").resolved()
+    if not ALGORITHMS[settings.algorithm].robust and settings.num_declared:
         raise ValueError(
             f"run config: {settings.algorithm} averages all replies and withstands no liar: num-declared must be 0, "
             f"got {settings.num_declared}."
