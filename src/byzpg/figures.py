@@ -149,10 +149,10 @@ def dots(values: Mapping[str, np.ndarray], title: str, what: str) -> Figure:
         figure, axes = pyplot.subplots(figsize=(7, 1.1 + 0.3 * len(values)), layout="constrained")
         for row, each in enumerate(values.values()):
             known = each[np.isfinite(each)]
-            colour = COLOURS[row % len(COLOURS)]
-            axes.plot(known, np.full(len(known), row), "o", color=colour, alpha=0.45, markersize=5, markeredgewidth=0)
+            look: dict[str, Any] = {"color": COLOURS[0], "linestyle": "none"}
+            axes.plot(known, np.full(len(known), row), marker="o", alpha=0.45, markersize=5, markeredgewidth=0, **look)
             if len(known):
-                axes.plot(np.mean(known), row, "|", color=colour, markersize=15, markeredgewidth=2.2)
+                axes.plot(np.mean(known), row, marker="|", markersize=15, markeredgewidth=2.2, **look)
             shown = f"{np.mean(each):.0f}" if len(known) == len(each) else f"{len(each) - len(known)} diverged"
             axes.annotate(shown, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
         axes.set_yticks(range(len(values)), list(values), fontsize=9)
