@@ -37,7 +37,7 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 from httpx import TransportError
 from numpy.lib import format as numpy_format
@@ -302,6 +302,10 @@ class ByzPG(Strategy):
             )
         self.nodes = nodes
 
+    def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
+        """As Flower's, over a grid that no reply can break."""
+        return super().start(CarefulGrid(grid), *arguments, **options)
+
     def summary(self) -> None:
         settings = self.server.settings
         log(INFO, "\t├──> %s on %s with %s", settings.algorithm, settings.env, settings.aggregator)
@@ -423,7 +427,7 @@ def main(grid: Grid, context: Context) -> None:
     strategy = ByzPG(settings, None if rehearsal is None else seeded_key(settings.seed))
     strategy.wait_for_clients(grid, options.reply_seconds)
     rounds = strategy.server.num_iterations
-    strategy.start(CarefulGrid(grid), strategy.arrays, rounds, timeout=options.reply_seconds)
+    strategy.start(grid, strategy.arrays, rounds, timeout=options.reply_seconds)
     kept.write_results(strategy.results())
     for line in strategy.report():
         log(INFO, line)
