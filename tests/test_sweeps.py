@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,9 @@ def test_results_in_bytes(cells: Sequence[Cell]) -> None:
         assert {name: values.tobytes() for name, values in ours.items()} == {
             name: values.tobytes() for name, values in theirs.items()
         }
-    for bad in (b"", packed(sent)[:-30], b"\x80\x04K\x01."):
+    pickled = BytesIO()
+    np.savez(pickled, allow_pickle=True, **{"metrics/return_mean": np.asarray([None])})
+    for bad in (b"", packed(sent)[:-30], pickled.getvalue()):
         with pytest.raises(ValueError, match="a cell cannot be read"):
             unpacked(sent.settings, bad, "a cell")
 

@@ -8,7 +8,7 @@ import json
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import pairwise, product
@@ -225,7 +225,7 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
     while waiting or running:
         for worker in workers.idle():
             if waiting:
-                cell = _next(waiting, latest.get(worker), {id: p for id, p in latest.items() if id != worker})
+                cell = _next(waiting, {program for other, program in latest.items() if other != worker})
                 waiting.remove(cell)
                 latest[worker] = cell.program
                 attempts[cell.name] += 1
@@ -254,14 +254,11 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
     return failed
 
 
-def _next(waiting: Sequence[Cell], own: Any, others: Mapping[int, Any]) -> Cell:
-    """A cell of the worker's own program; else of one that no other worker has; else of the most frequent."""
+def _next(waiting: Sequence[Cell], taken: Set[Any]) -> Cell:
+    """The first cell of a program that no other worker has, so of one's own if there are some; else of the fullest."""
     number = Counter(cell.program for cell in waiting)
-    if own in number:
-        chosen = own
-    else:
-        free = [program for program in number if program not in others.values()]
-        chosen = free[0] if free else number.most_common(1)[0][0]
+    free = [program for program in number if program not in taken]
+    chosen = free[0] if free else number.most_common(1)[0][0]
     return next(cell for cell in waiting if cell.program == chosen)
 
 
