@@ -23,7 +23,9 @@ if MINE:
 
 
 # Files are dealt out whole: the longest first, so that no core waits for the other at the end.
-LONGEST = [f"test_{name}.py" for name in ("simulate", "cli", "lunar_lander", "agreement", "contracts", "exchange")]
+LONGEST = [
+    f"test_{name}.py" for name in ("simulate", "cli", "flower", "lunar_lander", "agreement", "contracts", "exchange")
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -121,7 +121,7 @@ TWINS: dict[str, dict[str, Any]] = {
     "honest": {},
     "AvgZero": {"num_byzantine": 1, "attack": "AvgZero"},
     "Silent": {"num_byzantine": 1, "attack": "Silent"},
-    "Bucketing": {"aggregator": "Bucketing(RFA(), size=2)", "num_declared": 0},
+    "Bucketing": {"aggregator": "Bucketing(RFA(), size=3)", "num_declared": 0},
 }
 
 
@@ -322,6 +322,16 @@ def test_with_too_few_usable_replies_nothing_moves_and_the_run_goes_on(
     assert strategy.stepped == [False, False, True]
     assert strategy.refused == {(LIAR, "wrong round"): 2, (min(NODES), "wrong round"): 2}
     assert "Round 2: no step, as only 2 replies are usable and 3 are needed (K − f)" in caplog.messages
+
+
+def test_a_client_that_boasts_does_not_move_the_curve(tmp_path: Path) -> None:
+    run, _ = flower_run(
+        tmp_path,
+        lambda server_round, node, reply: [saying(reply, **{"return": 1e9}) if node == LIAR else reply],
+        trajectories=6,
+    )
+    assert run.metrics["usable_replies"].tolist() == [[4]]
+    assert np.all(run.returns <= SHORT["horizon"])
 
 
 # 1 of 4 clients lies; what counts as solved is 475.
