@@ -302,11 +302,13 @@ def test_a_picture_has_a_row_per_group(tmp_path: Path) -> None:
 # Real workers
 
 
-@pytest.fixture(autouse=True)
-def tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def tasks() -> Iterator[None]:
     """Workers find the tests' tasks."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("COLUMNS", "150")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("COLUMNS", "150")
+        yield
 
 
 def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -349,16 +351,15 @@ class Command:
         return self.process.communicate(timeout=240)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Command]]:
     commands = []
 
     def start(*arguments: object, folder: Path) -> Command:
         waiting = tmp_path_factory.mktemp("waiting")
         line = [*START, "sweep", *map(str, arguments)]
-        process = subprocess.Popen(
-            line, stdout=-1, stderr=-1, text=True, cwd=folder, env=os.environ | {"BYZPG_WAIT": str(waiting)}
-        )
+        told = os.environ | {"BYZPG_WAIT": str(waiting)}
+        process = subprocess.Popen(line, stdout=-1, stderr=-1, text=True, cwd=folder, env=told, process_group=0)
         commands.append(Command(process, waiting))
         return commands[-1]
 
@@ -387,14 +388,6 @@ def results(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.name in names}
 
 
-@pytest.fixture(scope="module")
-def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a user has a grid, and runs it."""
-    folder = tmp_path_factory.mktemp("user")
-    (folder / "forty.toml").write_text(FORTY)
-    return folder
-
-
 def survive(command: Command) -> None:
     """One of two workers is killed in the midst of a cell; all forty are trained, and no process is left."""
     os.kill(command.caught(), signal.SIGKILL)
@@ -410,15 +403,23 @@ def survive(command: Command) -> None:
     until(lambda: not processes_of(command.folder), 10)
 
 
-def test_forty_cells_here(started: Callable[..., Command], user: Path) -> None:
-    survive(started("forty.toml", "--workers", 2, folder=user))
+@pytest.fixture(scope="module")
+def user(started: Callable[..., Command], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a user has run a grid of forty cells on two workers, one of whom was killed."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "forty.toml").write_text(FORTY)
+    survive(started("forty.toml", "--workers", 2, folder=folder))
+    return folder
+
+
+def test_forty_cells_here(user: Path) -> None:
     folder = user / "sweeps" / "forty"
     sweep = Sweep.load(user / "forty.toml")
     assert len(results(folder)) == 3 * 40 + 1
     with (folder / "table.csv").open() as file:
         table = list(csv.DictReader(file))
     assert [row["run"] for row in table] == [cell.name for cell in sweep.cells]
-    for row, cell in zip(table[::19], sweep.cells[::19], strict=True):
+    for row, cell in zip(table[::38], sweep.cells[::38], strict=True):
         found, alone = load(folder / "runs" / cell.name), train(Config.of(cell.settings.as_data(), "cell"))
         assert found.settings == cell.settings
         assert found.parameters["last"].tobytes() == alone.parameters["last"].tobytes()
@@ -483,12 +484,13 @@ def test_workers_end_with_whoever_started_them(
     command = started("one.toml", folder=tmp_path)
     worker = command.caught()
     assert {command.process.pid, worker} <= set(processes_of(command.folder))
-    command.process.send_signal(how)
     if how == signal.SIGINT:
+        os.killpg(command.process.pid, how)  # as a terminal does
         output = command.process.stdout
         assert output is not None
         until(lambda: "Stopping after the blocks" in output.readline())
     else:
+        command.process.kill()
         command.process.wait()
     command.go()
     out, errors = command.said()

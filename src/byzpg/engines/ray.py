@@ -45,7 +45,6 @@ class RayWorkers:
         self.folder = folder
         self._number = number
         self._running: dict[Any, tuple[int, Cell]] = {}  # by what Ray calls the result to come
-        # What the cluster does not know, it is told; Ray's own statistics go nowhere.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as it will be; else a warning
         variables = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
@@ -65,7 +64,8 @@ class RayWorkers:
         self._task = ray.remote(train_cell).options(num_cpus=1, num_gpus=num_gpus, max_retries=0)
 
     def idle(self) -> list[int]:
-        number = self._number or int(ray.cluster_resources().get(self._kind, 0))
+        # One waits even if there is nothing: a cluster may grow on demand.
+        number = self._number or max(1, int(ray.cluster_resources().get(self._kind, 0)))
         busy = {worker for worker, _ in self._running.values()}
         return [worker for worker in range(number) if worker not in busy]
 
