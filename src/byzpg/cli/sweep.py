@@ -155,7 +155,8 @@ def _progress() -> Iterator[sweeps.OnProgress]:
             bar.update(task, completed=progress.done, description=text)
             if progress.news:
                 say(progress.news)
-            if not console.is_terminal and (progress.seconds - shown > 10 or not progress.running):
+            ended = progress.finished + progress.failed == progress.total
+            if not console.is_terminal and (ended or progress.seconds - shown > 10):
                 shown = progress.seconds
                 say(f"{text}; {progress.done:.0%} of all after {progress.seconds:.0f} s")
             if stopping:
