@@ -23,9 +23,8 @@ if MINE:
 
 
 # Files are dealt out whole: the longest first, so that no core waits for the other at the end.
-LONGEST = [
-    f"test_{name}.py" for name in ("simulate", "cli", "flower", "lunar_lander", "agreement", "contracts", "exchange")
-]
+FIRST = ("simulate", "cli", "flower", "sweeps", "lunar_lander", "agreement", "contracts", "exchange")
+LONGEST = [f"test_{name}.py" for name in FIRST]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
