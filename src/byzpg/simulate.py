@@ -211,7 +211,7 @@ def _run_on_host(
             continue
         large = batch == LARGE
         # One device: the policies of one time step are too little to be dealt out.
-        players = jax.device_put(_players_now(states, keys, federations, large), mesh.devices[0])
+        players = jax.device_put(_players_now(states, keys, federations, large), mesh.devices.flat[0])
         liars = _liars(federations, [players])
         episodes = federations[0].agent.play(players.agents.parameters, players.keys, large, liars)
         states, entry = _run_iteration(states, keys, placed(episodes, mesh), output_iteration, federations, large, mesh)

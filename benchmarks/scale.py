@@ -1,0 +1,266 @@
+"""What it costs to go past one machine.
+
+    python benchmarks/scale.py agents     # seconds per iteration, peak memory at K = 13, 100, 1,000, against a sizing
+    python benchmarks/scale.py devices    # two processes as one against one, a core to each: parallel efficiency
+    python benchmarks/scale.py engines    # what Flower adds to an iteration, and Ray to a cell and its iterations
+
+`agents`: one federation on CartPole-v1 with batches of two episodes, a fifth of its agents lying, without a server (one
+round of agreement by MDA or GDA) and with one. Every case is a process of its own. The sizing takes the size before it:
+play grows as K, the work of one receiver as K², and there are as many receivers as hold different vectors.
+
+`engines`: the bare simulator is one program in one process. A Flower round is timed as the difference of a longer and a
+shorter `flwr run` of examples/flower, in Flower's simulation and over a deployment (SuperLink, four SuperNodes, TLS). A
+sweep of equal cells but for the seed is timed in one process, by local workers, and on Ray, with one worker each.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+METHODS = ("averaging", "server", "MDA", "GDA")
+SIZES = (13, 100, 1000)
+
+
+def child(*arguments: str, core: int | None = None, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, *arguments]
+    if core is not None:
+        command = ["taskset", "--cpu-list", str(core), *command]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
+
+
+def result(process: subprocess.Popen[str]) -> Any:
+    """The last line that it printed."""
+    output, _ = process.communicate()
+    if process.returncode:
+        sys.exit(f"failed: {' '.join(map(str, process.args))}")  # pyright: ignore[reportArgumentType]
+    return json.loads(output.splitlines()[-1])
+
+
+def timed(simulation: Any, iterations: int, repeats: int) -> float:
+    """Seconds per iteration, the median."""
+    from byzpg.simulate import LARGE
+
+    states, seconds = simulation.start(), []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        states, _ = simulation.run(states, [LARGE] * iterations, -1)
+        seconds.append((time.perf_counter() - started) / iterations)
+    return statistics.median(seconds[1:])  # the first one compiles
+
+
+# One simulation of many agents
+
+
+def method_config(method: str, num_agents: int, aggregator: str) -> Any:
+    from byzpg.config import Config
+
+    shared: dict[str, Any] = {"num_agents": num_agents, "large_batch": 2, "num_seeds": 1, "horizon": 200}
+    if method == "averaging":
+        return Config(algorithm="Dec-PAGE-PG", num_byzantine=0, **shared)
+    config = Config(num_byzantine=(num_agents - 1) // 5, attack="AvgZero", aggregator=aggregator, **shared)
+    if method == "server":
+        return replace(config, algorithm="ByzPG")
+    return replace(config, agreement=method, rounds=1)
+
+
+def measure_agents(method: str, num_agents: int, aggregator: str, iterations: int) -> None:
+    import jax
+
+    simulation = method_config(method, num_agents, aggregator).resolved().simulation()
+    seconds = timed(simulation, iterations, 3)
+    device = jax.devices()[0]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device.platform != "cpu":
+        peak = device.memory_stats()["peak_bytes_in_use"]
+    print(json.dumps({"seconds": seconds, "peak": peak, "device": device.device_kind}))
+
+
+def receivers(method: str, num_agents: int) -> int:
+    """How many receivers combine vectors that no other one holds, in both rounds together.
+
+    All honest receivers of common lies hold the same; every liar holds its own truth besides. GDA starts from the own.
+    """
+    liars = (num_agents - 1) // 5
+    return {"averaging": 1, "server": 1, "MDA": 2 * (1 + liars), "GDA": 1 + liars + num_agents}[method]
+
+
+def agents(arguments: argparse.Namespace) -> None:
+    measured: dict[tuple[str, int], Any] = {}
+    print("| K | method | receivers | s per iteration | sizing | measured / sizing | peak memory |")
+    print("|---:|---|---:|---:|---:|---:|---:|")
+    before = None
+    for size in arguments.sizes:
+        for method in METHODS:
+            case = ["one", method, str(size), arguments.aggregator, str(5 if size < 1000 else 1)]
+            measured[method, size] = now = result(child(*case))
+            sizing = "", ""
+            if before is not None:
+                plain, whole = measured["averaging", before]["seconds"], measured[method, before]["seconds"]
+                one = max(0, whole - plain) / receivers(method, before)
+                expected = plain * size / before + one * (size / before) ** 2 * receivers(method, size)
+                sizing = f"{expected:.3g}", f"{now['seconds'] / expected:.2f}"
+            figures = f"{now['seconds']:.3g} | {sizing[0]} | {sizing[1]} | {now['peak'] / 2**20:,.0f} MiB"
+            print(f"| {size:,} | {method} | {receivers(method, size):,} | {figures} |", flush=True)
+        before = size
+    print(f"\n{next(iter(measured.values()))['device']}, {os.cpu_count()} cores, aggregator {arguments.aggregator}")
+
+
+# Two processes as one
+
+
+def measure_devices(num_seeds: int, num_agents: int, port: int, processes: int, process: int) -> None:
+    from byzpg import cluster
+    from byzpg.config import Config
+
+    several = (f"127.0.0.1:{port}", processes, process) if processes > 1 else (None, None, None)
+    cluster.Hardware(1, *several).start()
+    config = Config(num_agents=num_agents, num_seeds=num_seeds, attack="LargeNoise")
+    simulation = config.resolved().simulation()
+    shape = tuple(simulation._mesh().shape.values())
+    print(json.dumps({"seconds": timed(simulation, 8, 5), "mesh": shape}))
+
+
+def devices(arguments: argparse.Namespace) -> None:
+    from byzpg.live.links import free_ports
+
+    print("| seeds | agents | dealt | one process, s | two, s | speed-up | parallel efficiency |")
+    print("|---:|---:|---|---:|---:|---:|---:|")
+    for num_seeds, num_agents in ((4, 13), (1, 13), (1, 40)):
+        case = ["part", str(num_seeds), str(num_agents), str(free_ports(1)[0])]
+        alone = result(child(*case, "1", "0", core=0))
+        pair = [result(each) for each in [child(*case, "2", str(process), core=process) for process in range(2)]]
+        both = max(each["seconds"] for each in pair)
+        dealt = "seeds" if pair[0]["mesh"][0] > 1 else "agents"
+        ratio = alone["seconds"] / both
+        figures = f"{alone['seconds']:.3f} | {both:.3f} | {ratio:.2f}× | {ratio / 2:.0%}"
+        print(f"| {num_seeds} | {num_agents} | {dealt} | {figures} |", flush=True)
+
+
+# Flower and Ray
+
+FLOWER: dict[str, Any] = {"env": "CartPole-v1", "algorithm": "ByzPG", "num_agents": 4, "num_declared": 1, "seed": 0}
+CELLS = 12
+GRID = f"""
+algorithm = "ByzPG"
+num_agents = 13
+num_byzantine = 3
+num_seeds = 1
+trajectories = 600
+[grid]
+seed = {list(range(CELLS))}
+"""
+
+
+def measure_bare(kind: str) -> None:
+    """Seconds per iteration of Flower's federation, or of the cells of the grid, one after the other."""
+    from byzpg import cluster, sweeps, training
+    from byzpg.config import Config
+    from byzpg.simulate import LARGE
+
+    cluster.Hardware(1).start()
+    if kind == "flower":
+        simulation = Config(**FLOWER, num_byzantine=0, num_seeds=1).resolved().simulation()
+        states, seconds = simulation.start(), []
+        for _ in range(31):  # one iteration at a time, as there
+            started = time.perf_counter()
+            states, _ = simulation.run(states, [LARGE], -1)
+            seconds.append(time.perf_counter() - started)
+        print(json.dumps(statistics.median(seconds[1:])))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        grid = Path(folder) / "grid.toml"
+        grid.write_text(GRID)
+        cells = sweeps.Sweep.load(grid).cells
+        config = [Config.of(cell.settings.as_data(), "grid") for cell in cells]
+        started = time.perf_counter()
+        runs = [training.train(each, Path(folder) / str(number)) for number, each in enumerate(config)]
+        seconds = time.perf_counter() - started
+    print(json.dumps({"seconds": seconds, "iterations": len(runs[0].trajectories)}))
+
+
+def flower_round(folder: Path, secure: bool, rounds: tuple[int, int]) -> float:
+    """Seconds per round."""
+    from flower_deployment import deployment
+
+    with deployment(folder, tls=secure) as made:
+        if secure:
+            made.start_secure_superlink()
+            made.start_nodes(FLOWER["num_agents"])
+        else:
+            made.start_superlink("--insecure", "--simulation")
+        federation = [] if secure else ["--federation-config", f"num-supernodes={FLOWER['num_agents']}"]
+        seconds = []
+        for number in (1, *rounds):  # the first one compiles
+            started = time.perf_counter()
+            made.run(*federation, **FLOWER, trajectories=15 * number)
+            seconds.append(time.perf_counter() - started)
+    return (seconds[2] - seconds[1]) / (rounds[1] - rounds[0])
+
+
+def engines(arguments: argparse.Namespace) -> None:
+    bare = result(child("bare", "flower"))
+    print("| an iteration of ByzPG, 4 workers, 15 episodes each, CartPole-v1 | s | over the bare simulator |")
+    print("|---|---:|---:|")
+    print(f"| bare simulator | {bare:.4f} | |", flush=True)
+    for name, secure, rounds in (("Flower, simulation", False, (3, 23)), ("Flower, deployment", True, (2, 8))):
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = flower_round(Path(folder), secure, rounds)
+        print(f"| {name} | {seconds:.3f} | +{seconds - bare:.3f} s |", flush=True)
+
+    print(
+        f"\n| {CELLS} cells, 13 workers, one core | s in all | s per cell on top | ms per iteration on top |"
+    )
+    print("|---|---:|---:|---:|")
+    environment = {"NPROC": "1", "JAX_NUM_CPU_DEVICES": "1"}
+    one = result(child("bare", "grid", core=0, **environment))
+    print(f"| one process, one cell after the other | {one['seconds']:.1f} | | |", flush=True)
+    for engine in ("local", "ray"):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "grid.toml").write_text(GRID)
+            command = [sys.executable, "-m", "byzpg", "sweep", "grid.toml", "--engine", engine, "--workers", "1"]
+            started = time.perf_counter()
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+            seconds = time.perf_counter() - started
+        over = (seconds - one["seconds"]) / CELLS
+        print(f"| {engine} | {seconds:.1f} | {over:+.2f} | {1000 * over / one['iterations']:+.1f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("agents")
+    command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    command.add_argument("--aggregator", default="TrimmedMean")
+    command.set_defaults(run=agents)
+    command = commands.add_parser("devices")
+    command.set_defaults(run=devices)
+    command = commands.add_parser("engines")
+    command.set_defaults(run=engines)
+    command = commands.add_parser("bare")  # a case of `engines`
+    command.add_argument("case")
+    command.set_defaults(run=lambda given: measure_bare(given.case))
+    command = commands.add_parser("one")  # a case of `agents`
+    command.add_argument("case", nargs=4)
+    command.set_defaults(
+        run=lambda given: measure_agents(given.case[0], int(given.case[1]), given.case[2], int(given.case[3]))
+    )
+    command = commands.add_parser("part")  # a process of `devices`
+    command.add_argument("case", type=int, nargs=5)
+    command.set_defaults(run=lambda given: measure_devices(*given.case))
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()
