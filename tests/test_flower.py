@@ -1,5 +1,6 @@
 """ByzPG on Flower: what it learns is what the simulator says, and no reply can stop it."""
 
+import functools
 import io
 import re
 import shutil
@@ -11,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flower_deployment import APP, PATIENCE, Deployment, deployment, write_node_key
@@ -21,10 +23,11 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.lib import format as numpy_format
 
-from byzpg import Config, Run, load
+from byzpg import Config, Run, exchange, load
+from byzpg.attacks import NoAttack
 from byzpg.engines.flower import SIMULATED, ByzPG, Options, client_app, server_app
-from byzpg.learner import seeded_key
-from byzpg.simulate import LARGE, SMALL, Simulation
+from byzpg.learner import Server, seeded_key
+from byzpg.simulate import ITERATIONS, LARGE, SMALL, Simulation
 
 RUN, SERVER = 7, 1
 NODES = (900, 17, 2**63, 44)  # as they come; by position they are sorted
@@ -116,12 +119,11 @@ def flower_run(folder: Path, tamper: Tamper | None = None, **options: Any) -> tu
 
 # Iterations that the simulator does in one go.
 BLOCK = 10
-# The simulator's liars, by the name of their run on Flower; Bucketing draws random numbers.
+# The simulator's liars, by the name of their run on Flower.
 TWINS: dict[str, dict[str, Any]] = {
     "honest": {},
     "AvgZero": {"num_byzantine": 1, "attack": "AvgZero"},
     "Silent": {"num_byzantine": 1, "attack": "Silent"},
-    "Bucketing": {"aggregator": "Bucketing(RFA(), size=3)", "num_declared": 0},
 }
 
 
@@ -157,8 +159,7 @@ def twins() -> Twins:
 
 @pytest.mark.parametrize("name", [name for name in TWINS if name != "Silent"])
 def test_a_run_on_flower_is_what_the_simulator_says(tmp_path: Path, twins: Twins, name: str) -> None:
-    lies: dict[str, Any] = {"rehearsal_attack": name, "rehearsal_liars": "3"}
-    lies = lies if "attack" in TWINS[name] else TWINS[name]
+    lies: dict[str, Any] = {"rehearsal_attack": name, "rehearsal_liars": "3"} if TWINS[name] else {}
     run, grid = flower_run(tmp_path, trajectories=twins.trajectories[0], **lies)
     expected = {twin: parameters[0] for twin, parameters in twins.parameters.items()}
     np.testing.assert_allclose(run.parameters["last"][0, 0], expected[name], rtol=0, atol=1e-6)
@@ -173,6 +174,21 @@ def test_a_run_on_flower_is_what_the_simulator_says(tmp_path: Path, twins: Twins
 
 def play_a_step(run: Run) -> int:
     return int(run.policy().act(np.zeros(4)))
+
+
+def test_a_rule_that_draws_lots_draws_at_the_server_what_it_draws_in_the_simulator() -> None:
+    rule, iteration = "Bucketing(RFA(), size=3)", 5
+    given = {**SHORT, "num-declared": 0, "aggregator": rule, "optimizer": "sgd", "step-size": 1.0}
+    server = Server(Options.of(given).settings, seeded_key(SEED))
+    rows = np.random.default_rng(0).normal(size=(4, server.dimension)).astype(np.float32)
+    address = (ITERATIONS, iteration, 4)
+    key = functools.reduce(jax.random.fold_in, address, jax.random.key(SEED))
+    expected, _ = exchange(
+        server.aggregator, rows, byzantine=[], attack=NoAttack(), num_byzantine=0, key=key, at_server=True
+    )
+    before = server.parameters
+    assert server.combine(iteration, rows, np.ones(4, bool))
+    np.testing.assert_allclose(server.parameters - before, expected, atol=1e-5)
 
 
 def reply_with(reply: Message, arrays: Any = None, metrics: Any = None) -> Message:
