@@ -5,8 +5,9 @@
     python benchmarks/scale.py engines    # what Flower adds to an iteration, and Ray to a cell and its iterations
 
 `agents`: one federation on CartPole-v1 with batches of two episodes, a fifth of its agents lying, without a server (one
-round of agreement by MDA or GDA) and with one. Every case is a process of its own. The sizing takes the size before it:
-play grows as K, the work of one receiver as K², and there are as many receivers as hold different vectors.
+round of agreement by MDA or GDA) and with one. Every case is a process of its own. The sizing adds up its parts: play,
+which grows as K, and each rule called by itself at one receiver, as many times as receivers hold other vectors.
+From the same parts follows what an iteration costs when every agent has a machine and a link of its own.
 
 `engines`: the bare simulator is one program in one process. A Flower round is timed as the difference of a longer and a
 shorter `flwr run` of examples/flower, in Flower's simulation and over a deployment (SuperLink, four SuperNodes, TLS). A
@@ -30,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 METHODS = ("averaging", "server", "MDA", "GDA")
 SIZES = (13, 100, 1000)
+DIMENSION = 386  # of CartPole's policy
+LINK = 1e9  # bits/s
 
 
 def child(*arguments: str, core: int | None = None, **environment: str) -> subprocess.Popen[str]:
@@ -86,34 +89,71 @@ def measure_agents(method: str, num_agents: int, aggregator: str, iterations: in
     print(json.dumps({"seconds": seconds, "peak": peak, "device": device.device_kind}))
 
 
-def receivers(method: str, num_agents: int) -> int:
-    """How many receivers combine vectors that no other one holds, in both rounds together.
+def measure_rule(name: str, num_agents: int) -> None:
+    """Seconds of one rule at one receiver, with policies' vectors in number and size, and every fifth a liar's."""
+    import jax
+
+    from byzpg.registry import parse
+
+    family = "agreement" if name in ("MDA", "GDA") else "aggregator"
+    rule, num_liars = parse(family, name), (num_agents - 1) // 5
+    rows = jax.random.normal(jax.random.key(0), (num_agents, DIMENSION))
+    rows = rows.at[num_agents - num_liars :].set(-rows.mean(axis=0))
+    own = {"own": 0} if family == "agreement" else {}
+    seconds = []
+    for _ in range(11):
+        started = time.perf_counter()
+        jax.block_until_ready(rule(rows, num_byzantine=num_liars, **own))  # pyright: ignore[reportCallIssue]
+        seconds.append(time.perf_counter() - started)
+    print(json.dumps(statistics.median(seconds[1:])))
+
+
+def rounds_of(method: str, num_agents: int, aggregator: str) -> list[tuple[str, int]]:
+    """The rules of an iteration, each with how many receivers hold vectors that no other one holds.
 
     All honest receivers of common lies hold the same; every liar holds its own truth besides. GDA starts from the own.
     """
-    liars = (num_agents - 1) // 5
-    return {"averaging": 1, "server": 1, "MDA": 2 * (1 + liars), "GDA": 1 + liars + num_agents}[method]
+    different = 1 + (num_agents - 1) // 5
+    return {
+        "averaging": [],
+        "server": [(aggregator, 1)],
+        "MDA": [(aggregator, different), ("MDA", different)],
+        "GDA": [(aggregator, different), ("GDA", num_agents)],
+    }[method]
 
 
 def agents(arguments: argparse.Namespace) -> None:
-    measured: dict[tuple[str, int], Any] = {}
     print("| K | method | receivers | s per iteration | sizing | measured / sizing | peak memory |")
     print("|---:|---|---:|---:|---:|---:|---:|")
-    before = None
+    rules: dict[tuple[str, int], float] = {}
+    play, device = 0.0, ""
     for size in arguments.sizes:
         for method in METHODS:
-            case = ["one", method, str(size), arguments.aggregator, str(5 if size < 1000 else 1)]
-            measured[method, size] = now = result(child(*case))
-            sizing = "", ""
-            if before is not None:
-                plain, whole = measured["averaging", before]["seconds"], measured[method, before]["seconds"]
-                one = max(0, whole - plain) / receivers(method, before)
-                expected = plain * size / before + one * (size / before) ** 2 * receivers(method, size)
-                sizing = f"{expected:.3g}", f"{now['seconds'] / expected:.2f}"
-            figures = f"{now['seconds']:.3g} | {sizing[0]} | {sizing[1]} | {now['peak'] / 2**20:,.0f} MiB"
-            print(f"| {size:,} | {method} | {receivers(method, size):,} | {figures} |", flush=True)
-        before = size
-    print(f"\n{next(iter(measured.values()))['device']}, {os.cpu_count()} cores, aggregator {arguments.aggregator}")
+            now = result(child("one", method, str(size), arguments.aggregator, str(5 if size < 1000 else 1)))
+            if method == "averaging" and size == arguments.sizes[0]:
+                play, device = now["seconds"] / size, now["device"]
+            expected, at = play * size, 0
+            for rule, number in rounds_of(method, size, arguments.aggregator):
+                if (rule, size) not in rules:
+                    rules[rule, size] = result(child("rule", rule, str(size)))
+                expected, at = expected + number * rules[rule, size], at + number
+            figures = f"{now['seconds']:.3g} | {expected:.3g} | {now['seconds'] / expected:.2f}"
+            print(f"| {size:,} | {method} | {at:,} | {figures} | {now['peak'] / 2**20:,.0f} MiB |", flush=True)
+    print(f"\n{device}, {os.cpu_count()} cores, aggregator {arguments.aggregator}, d = {DIMENSION}\n")
+
+    size = arguments.sizes[-1]
+    print(f"| K = {size:,}, on real links | messages | MB per agent | MB of server | link, s | rules, s | play, s |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for method in METHODS[1:]:
+        rules_seconds = sum(rules[rule, size] for rule, _ in rounds_of(method, size, arguments.aggregator))
+        if method == "server":
+            messages, agent, server = 2 * size, 4 * DIMENSION, 4 * DIMENSION * size
+        else:
+            messages, agent, server = 2 * size * (size - 1), 2 * (size - 1) * 4 * DIMENSION, 0
+        # A link is as fast in both directions, and its busiest end counts.
+        link = 8 * max(agent, server) / LINK
+        figures = f"{agent / 1e6:.3g} | {server / 1e6:.3g} | {link:.3g} | {rules_seconds:.3g} | {play:.2g}"
+        print(f"| {method} | {messages:,} | {figures} |", flush=True)
 
 
 # Two processes as one
@@ -218,9 +258,7 @@ def engines(arguments: argparse.Namespace) -> None:
             seconds = flower_round(Path(folder), secure, rounds)
         print(f"| {name} | {seconds:.3f} | +{seconds - bare:.3f} s |", flush=True)
 
-    print(
-        f"\n| {CELLS} cells, 13 workers, one core | s in all | s per cell on top | ms per iteration on top |"
-    )
+    print(f"\n| {CELLS} cells, 13 workers, one core | s in all | s per cell on top | ms per iteration on top |")
     print("|---|---:|---:|---:|")
     environment = {"NPROC": "1", "JAX_NUM_CPU_DEVICES": "1"}
     one = result(child("bare", "grid", core=0, **environment))
@@ -255,6 +293,9 @@ def main() -> None:
     command.set_defaults(
         run=lambda given: measure_agents(given.case[0], int(given.case[1]), given.case[2], int(given.case[3]))
     )
+    command = commands.add_parser("rule")  # a part of the sizing
+    command.add_argument("case", nargs=2)
+    command.set_defaults(run=lambda given: measure_rule(given.case[0], int(given.case[1])))
     command = commands.add_parser("part")  # a process of `devices`
     command.add_argument("case", type=int, nargs=5)
     command.set_defaults(run=lambda given: measure_devices(*given.case))
