@@ -3,14 +3,12 @@
 import argparse
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import inf
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Union, get_args
 
@@ -18,14 +16,13 @@ import numpy as np
 import tyro
 from jax.errors import JaxRuntimeError
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from byzpg import aggregators, attacks, cluster, envs, figures, play, registry, statistics, training
+from byzpg import cluster, envs, figures, play, registry, statistics, training
 from byzpg.algorithms import ALGORITHMS
-from byzpg.cli import live, sweep
-from byzpg.cli.console import console, errors, say
+from byzpg.cli import certify, live, sweep
+from byzpg.cli.console import check_picture, console, errors, progress_line, say
 from byzpg.components import Component
 from byzpg.config import Config, Settings
 from byzpg.envs import host
@@ -33,105 +30,10 @@ from byzpg.experiments import COLLECTIONS, EXPERIMENTS, Scope, grid
 from byzpg.least_diameter import SearchLimitError
 from byzpg.report import by_preset, write_report
 from byzpg.results import Results
-from byzpg.robustness import certificate
 from byzpg.runs import Run, RunDirectory, provenance
 from byzpg.summaries import final_returns, run_means
 
 COMPARISON = "plain-averaging"  # where, in a run's directory, the run it is compared with lies
-
-RULES = (
-    aggregators.Mean(),
-    aggregators.Median(),
-    aggregators.TrimmedMean(),
-    aggregators.MeaMed(),
-    aggregators.Krum(),
-    aggregators.MultiKrum(),
-    aggregators.Bulyan(),
-    aggregators.MDA(),
-    aggregators.MoNNA(),
-    aggregators.RFA(),
-    aggregators.CAF(),
-    aggregators.CenteredClipping(radius=10.0),
-    aggregators.Bucketing(aggregators.RFA()),
-    aggregators.NNM(aggregators.TrimmedMean()),
-    aggregators.NNM(aggregators.RFA()),
-    aggregators.ARC(aggregators.RFA()),
-)
-ATTACKS = (
-    attacks.AvgZero(),
-    attacks.LargeNoise(),
-    attacks.SignFlip(),
-    attacks.IPM(),
-    attacks.ALIE(),
-    attacks.MinMax(),
-    attacks.MinSum(),
-    attacks.Mimic(),
-    attacks.MDAFooling(),
-    attacks.Zero(),
-    attacks.NonFinite(),
-    attacks.Silent(),
-)
-
-
-@dataclass(frozen=True)
-class Certify:
-    """Show the rules at work: robust rules against attacks on their messages.
-
-    Prints the constant C_ra of each pair (how far the worst of many random clouds moved the rule from the honest mean,
-    in units of the honest spread) next to the bound proven for the rule, and draws them as a heat map.
-    """
-
-    num_agents: int = 13
-    """Agents K, liars included."""
-    num_byzantine: int = 3
-    """Liars f."""
-    dimension: int = 50
-    """Length d of the vectors."""
-    trials: int = 64
-    """Random honest clouds per pair."""
-    seed: int = 0
-    output: Path = Path("byzpg-certificates.png")
-    """Where the picture goes; .png, .svg or .pdf."""
-
-    def run(self) -> None:
-        _check_picture(self.output)
-        aggregators.Mean().check(self.num_agents, self.num_byzantine)
-        tolerant = [rule for rule in RULES if rule.max_byzantine(self.num_agents) >= self.num_byzantine]
-        setting = f"K = {self.num_agents}, f = {self.num_byzantine}"
-        table = Table(title=f"{setting}, worst of {self.trials} clouds per attack")
-        table.add_column("rule")
-        table.add_column("worst attack")
-        table.add_column("C_ra there", justify="right")
-        table.add_column("proven bound", justify="right")
-        constants: dict[str, dict[str, float]] = {}
-        with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("", total=len(tolerant) * len(ATTACKS))
-            for rule in tolerant:
-                row, bound = {}, None
-                for attack in ATTACKS:
-                    progress.update(bar, advance=1, description=f"{rule} under {attack}")
-                    measured = certificate(
-                        rule,
-                        attack,
-                        num_agents=self.num_agents,
-                        num_byzantine=self.num_byzantine,
-                        dimension=self.dimension,
-                        trials=self.trials,
-                        seed=self.seed,
-                    )
-                    row[type(attack).__name__], bound = measured.measured["C_ra"], measured.bounds["C_ra"]
-                worst = max(row, key=row.__getitem__)
-                constants[_short(rule)] = row
-                known = "none known" if bound is None else f"{bound:.3g}"
-                table.add_row(str(rule), worst, figures.short_number(row[worst]), known)
-        console.print(table)
-        for rule in RULES:
-            if rule not in tolerant:
-                console.print(f"Left out: {rule} needs {rule.bound}.")
-        title = f"Robust rules under attack: {setting}"
-        figures.save(figures.constants_heatmap(constants, title), self.output)
-        say(f"Picture: {self.output}")
-
 
 # Options that several commands have.
 HardwareOptions = Annotated[tyro.conf.OmitArgPrefixes[cluster.Hardware], tyro.conf.arg(name="hardware")]
@@ -333,7 +235,7 @@ class Plot:
     title: str = "Learning curves"
 
     def run(self) -> None:
-        _check_picture(self.output)
+        check_picture(self.output)
         if not self.directories:
             raise ValueError("plot needs at least one run's directory.")
         runs = {directory: training.load(directory) for directory in self.directories}
@@ -399,11 +301,6 @@ class List:
                 table.add_row(name, escape(summary))
             console.print(table)
             console.print()
-
-
-def _check_picture(path: Path) -> None:
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--output must end in .png, .svg or .pdf, got {path}.")
 
 
 def _free_directory(settings: Settings) -> Path:
@@ -497,50 +394,17 @@ def _table_of(results: Results) -> Table:
 
 @contextmanager
 def _progress(command: str) -> Iterator[training.OnProgress]:
-    """A live line of progress; Ctrl-C stops at the next checkpoint, a second one at once. `command` goes on."""
-    stopping, farewell = False, f"Stopped. To go on from here: {command}"
-
-    def stop(signum: int, frame: object) -> None:
-        nonlocal stopping
-        if stopping:  # an exception, raised in the midst of a compilation, could be swallowed or crash it
-            console.show_cursor()
-            errors.print(escape(farewell), highlight=False, soft_wrap=True)
-            os._exit(130)
-        stopping = True
-        say("Stopping after this block of iterations; Ctrl-C again stops at once.")
-
-    columns = (
-        SpinnerColumn(),
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    before = signal.signal(signal.SIGINT, stop)
-    shown = -inf
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("compiling", total=1)
+    """How far training is; stopped, it ends with a checkpoint, from which `command` goes on."""
+    with progress_line(command, "compiling", "Stopping after this block of iterations") as show:
 
         def on_progress(progress: training.Progress) -> None:
-            nonlocal shown
             now, total = progress.trajectories, progress.total_trajectories
             text = f"{progress.label}{now:,} of {total:,} trajectories: return {progress.mean_return:.0f}"
-            ended = progress.iteration == progress.num_iterations
             # After its last iteration, what follows is the next program's compilation.
-            bar.update(task, completed=progress.done, description="compiling" if ended else text)
-            if not console.is_terminal and (ended or progress.seconds - shown > 10):
-                shown = -inf if ended else progress.seconds
-                say(f"{text}; {progress.done:.0%} of all after {progress.seconds:.0f} s")
-            if stopping:
-                raise KeyboardInterrupt
+            ended = progress.iteration == progress.num_iterations
+            show(progress.done, text, progress.seconds, ended, "compiling" if ended else text)
 
-        try:
-            yield on_progress
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(farewell) from None
-        finally:
-            signal.signal(signal.SIGINT, before)
+        yield on_progress
 
 
 def _components_by_name(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:
@@ -573,13 +437,13 @@ def main() -> None:
             Annotated[Train, tyro.conf.subcommand("train", default=Train(_default_options()))],
             Annotated[Resume, tyro.conf.subcommand("resume")],
             Annotated[Reproduce, tyro.conf.subcommand("reproduce")],
+            *sweep.COMMANDS,
             Annotated[Report, tyro.conf.subcommand("report")],
             Annotated[Plot, tyro.conf.subcommand("plot")],
             Annotated[Play, tyro.conf.subcommand("play")],
             Annotated[List, tyro.conf.subcommand("list")],
-            Annotated[Certify, tyro.conf.subcommand("certify")],
+            *certify.COMMANDS,
             *live.COMMANDS,
-            *sweep.COMMANDS,
         ]
         command = tyro.cli(  # pyright: ignore[reportCallIssue]
             commands,  # pyright: ignore[reportArgumentType]

@@ -1,25 +1,22 @@
 """The command that runs grids."""
 
-import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import inf, isnan
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
 import tyro
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from byzpg import figures, sweeps
-from byzpg.cli.console import console, errors, say
+from byzpg.cli.console import console, errors, progress_line, say
 from byzpg.engines.local import LocalWorkers
 
 
@@ -123,51 +120,18 @@ def _command() -> str:
 
 @contextmanager
 def _progress() -> Iterator[sweeps.OnProgress]:
-    """A live line for the whole grid; Ctrl-C ends the workers with their checkpoints, a second one at once."""
-    stopping, farewell = False, f"Stopped. To go on from here: {_command()}"
-
-    def stop(signum: int, frame: object) -> None:
-        nonlocal stopping
-        if stopping:
-            console.show_cursor()
-            errors.print(escape(farewell), highlight=False, soft_wrap=True)
-            os._exit(130)
-        stopping = True
-        say("Stopping after the blocks of iterations that are under way; Ctrl-C again stops at once.")
-
-    columns = (
-        SpinnerColumn(),
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    before = signal.signal(signal.SIGINT, stop)
-    shown = -inf
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting workers", total=1)
+    """How far the whole grid is; stopped, workers end with their checkpoints."""
+    words = "Stopping after the blocks of iterations that are under way"
+    with progress_line(_command(), "starting workers", words) as show:
 
         def on_progress(progress: sweeps.Progress) -> None:
-            nonlocal shown
-            bad = f", {progress.failed} failed" if progress.failed else ""
-            text = f"{progress.finished} of {_cells(progress.total)}{bad}, {progress.running} running"
-            bar.update(task, completed=progress.done, description=text)
             if progress.news:
                 say(progress.news)
-            ended = progress.finished + progress.failed == progress.total
-            if not console.is_terminal and (ended or progress.seconds - shown > 10):
-                shown = progress.seconds
-                say(f"{text}; {progress.done:.0%} of all after {progress.seconds:.0f} s")
-            if stopping:
-                raise KeyboardInterrupt
+            bad = f", {progress.failed} failed" if progress.failed else ""
+            text = f"{progress.finished} of {_cells(progress.total)}{bad}, {progress.running} running"
+            show(progress.done, text, progress.seconds, progress.finished + progress.failed == progress.total)
 
-        try:
-            yield on_progress
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(farewell) from None
-        finally:
-            signal.signal(signal.SIGINT, before)
+        yield on_progress
 
 
 COMMANDS = (Annotated[SweepCommand, tyro.conf.subcommand("sweep")],)
