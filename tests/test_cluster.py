@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ import pytest
 from byzpg import training
 from byzpg.cluster import Hardware
 from byzpg.config import Config
+from byzpg.live.links import free_ports
+from byzpg.runs import RunDirectory
 from byzpg.simulate import LARGE, SKIP, SMALL, Simulation
 
 TINY: dict[str, Any] = {
@@ -28,10 +29,10 @@ TINY: dict[str, Any] = {
     "seed": 5,
     "switch_probability": 0.5,
 }
-# 13 and 5 agents on 4 devices: not dealt evenly. Lies that differ by receiver, a rule that does, and a server.
+# 13 and 5 agents on 4 devices: not dealt evenly. Lies that differ by receiver, a rule that does; play, and a server.
 FEDERATIONS = [
     Config(num_agents=13, num_byzantine=2, attack="LargeNoise", aggregator="RFA", agreement="GDA", rounds=2, **TINY),
-    Config(num_agents=5, num_byzantine=1, attack="AvgZero", algorithm="ByzPG", aggregator="Bucketing(Krum())", **TINY),
+    Config(num_agents=5, num_byzantine=1, attack="RandomAction", algorithm="ByzPG", aggregator="Krum", **TINY),
 ]
 BATCHES = [LARGE, SMALL, SMALL, LARGE, SKIP]
 # The products of another number of agents at once are rounded otherwise.
@@ -70,17 +71,11 @@ def started(*command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)})
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 class Pair:
     """Two processes that carry out one command of byzpg as one."""
 
     def __init__(self, folder: Path, *command: str) -> None:
-        coordinator = f"127.0.0.1:{free_port()}"
+        coordinator = f"127.0.0.1:{free_ports(1)[0]}"
         common = [*command, "--devices", "2", "--coordinator", coordinator, "--processes", "2"]
         self.outputs = [folder / f"{process}.out" for process in range(2)]
         self.processes = []
@@ -109,10 +104,23 @@ class Pair:
         return [output.read_text() for output in self.outputs]
 
 
+ONE_SEED: dict[str, Any] = TINY | {"num_seeds": 1}
+# Five agents: on four devices of two processes.
+FOR_TWO = Config(
+    num_agents=5,
+    num_byzantine=1,
+    attack="LargeNoise",
+    aggregator="Krum",
+    agreement="TrimmedMeanAgreement",
+    rounds=1,
+    trajectories=1500,
+    **ONE_SEED,
+)
+
+
 def test_two_processes_stop_and_go_on_as_one(tmp_path: Path) -> None:
-    """One seed, five agents on four devices of two processes, the second of which has no files."""
-    options: dict[str, Any] = TINY | {"num_seeds": 1, "num_agents": 5, "num_byzantine": 1, "trajectories": 1500}
-    config = Config(attack="LargeNoise", aggregator="Krum", agreement="TrimmedMeanAgreement", rounds=1, **options)
+    """The second of them has no files."""
+    config = FOR_TWO
     (tmp_path / "at-0").mkdir()
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
     given = {name: value for name, value in values.items() if value is not None}
@@ -140,6 +148,18 @@ def test_two_processes_stop_and_go_on_as_one(tmp_path: Path) -> None:
     np.testing.assert_allclose(both.parameters["uniform"], alone.parameters["uniform"], rtol=TOLERANCE, atol=TOLERANCE)
     np.testing.assert_array_equal(both.returns, alone.returns)
     assert [path.name for path in (tmp_path / "at-1").iterdir()] == ["config.json"]
+
+
+def test_a_failure_of_the_first_process_ends_both(tmp_path: Path) -> None:
+    """Its checkpoint cannot be written, while the other one is in the next program already."""
+    (tmp_path / "at-0").mkdir()
+    RunDirectory.create(tmp_path / "at-0" / "run", FOR_TWO.resolved())
+    (tmp_path / "at-0" / "run" / "checkpoint.npz").mkdir()
+    pair = Pair(tmp_path, "resume", "run")
+    first, second = pair.end()
+    assert first == 2, pair.said()
+    assert second != 0, pair.said()
+    assert "checkpoint.npz" in pair.said()[0]
 
 
 def test_a_wrong_option_ends_both_processes(tmp_path: Path) -> None:

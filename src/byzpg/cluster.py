@@ -6,6 +6,7 @@ the files and decides when to save and stop; the others follow it.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,8 +51,16 @@ class Hardware:
                 jax.distributed.initialize(self.coordinator, self.processes, self.process)
             except RuntimeError as error:
                 raise ValueError(f"the processes of --coordinator {self.coordinator} did not meet: {error}") from None
+        with common_program():
+            self._check_devices()
+
+    def _check_devices(self) -> None:
         if self.devices is not None and jax.local_device_count() < self.devices:
             raise ValueError(f"--devices must be at most {jax.local_device_count()} here, got {self.devices}.")
+        counts = Counter(device.process_index for device in jax.devices())
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(str(counts[process]) for process in sorted(counts))
+            raise ValueError(f"all processes must have as many devices, and they have {listed}: say --devices.")
 
     def _check(self) -> None:
         if self.devices is not None and self.devices < 1:
@@ -87,7 +96,7 @@ _torn = False
 
 @contextmanager
 def common_program() -> Iterator[None]:
-    """Around a program that all processes run."""
+    """Around what all processes do in step: where one fails in it, the others hang."""
     global _torn
     try:
         yield
@@ -97,8 +106,7 @@ def common_program() -> Iterator[None]:
 
 
 def torn() -> bool:
-    """Whether a common program failed here. The others may hang in it: all that helps them is that this process ends
-    at once, without a word."""
+    """Whether a common program failed here: then all that helps the others is that this process ends at once."""
     return _torn
 
 
@@ -108,7 +116,9 @@ def number_of_first(number: int = 0) -> int:
 
 
 def bytes_of_first(message: bytes = b"") -> bytes:
-    """As `number_of_first`, of any length."""
+    """As `number_of_first`."""
+    if len(message) >= 2**31:
+        raise ValueError(f"checkpoints of {len(message) / 2**30:.1f} GiB cannot be sent: resume in one process.")
     length = number_of_first(len(message))
     here = np.zeros(length, np.uint8) if follows() else np.frombuffer(message, np.uint8)
     # Summed up over processes, and so of a wider type.

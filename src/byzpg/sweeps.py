@@ -87,7 +87,9 @@ class Sweep:
                 except ValueError as error:
                     which = ", ".join(f"{option} = {value!r}" for option, value in chosen.items())
                     raise ValueError(f"{source}, cell {which}: {error}") from None
-                cells[run_name(settings)] = Cell(run_name(settings), settings)
+                cell = cells.setdefault(run_name(settings), Cell(run_name(settings), settings))
+                if cell.settings != settings:
+                    raise ValueError(f"{source}: two cells have the name {cell.name}: put one into another grid.")
         sweep = cls(tuple(dict.fromkeys(option for table in tables for option in table)), tuple(cells.values()))
         for group in sweep.groups(sweep.cells):
             _check_seeds(group, source)
@@ -225,7 +227,7 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
     while waiting or running:
         for worker in workers.idle():
             if waiting:
-                cell = _next(waiting, {program for other, program in latest.items() if other != worker})
+                cell = _next(waiting, latest.get(worker), set(latest.values()))
                 waiting.remove(cell)
                 latest[worker] = cell.program
                 attempts[cell.name] += 1
@@ -254,11 +256,11 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
     return failed
 
 
-def _next(waiting: Sequence[Cell], taken: Set[Any]) -> Cell:
-    """The first cell of a program that no other worker has, so of one's own if there are some; else of the fullest."""
+def _next(waiting: Sequence[Cell], own: Any, taken: Set[Any]) -> Cell:
+    """A cell of the program `own` if there is one; else of one that no worker has; else of the fullest."""
     number = Counter(cell.program for cell in waiting)
     free = [program for program in number if program not in taken]
-    chosen = free[0] if free else number.most_common(1)[0][0]
+    chosen = own if own in number else free[0] if free else number.most_common(1)[0][0]
     return next(cell for cell in waiting if cell.program == chosen)
 
 

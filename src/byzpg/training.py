@@ -7,6 +7,7 @@ train as one (`cluster`) run the same blocks: the first tells the others which, 
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from io import BytesIO
 from itertools import count
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.errors import JaxRuntimeError
 
 from byzpg import cluster, published
 from byzpg.coin import CommonCoin
@@ -122,13 +124,12 @@ def follow() -> None:
         with np.load(BytesIO(message), allow_pickle=False) as arrays:
             runs = json.loads(str(arrays["runs"]))
             parts = [_part(arrays, f"{index}/") for index in range(len(runs))]
-        _run(
-            [
-                _Pending(Config.of(values, "the first process").resolved(), None, Checkpoint.of(part) if part else None)
-                for values, part in zip(runs, parts, strict=True)
-            ],
-            None,
-        )
+        pending = [
+            _Pending(Config.of(values, "the first process").resolved(), None, Checkpoint.of(part) if part else None)
+            for values, part in zip(runs, parts, strict=True)
+        ]
+        with cluster.common_program():
+            _run(pending, None)
 
 
 def _part(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -149,7 +150,8 @@ def _lead(pending: Sequence["_Pending"]) -> None:
 def dismiss() -> None:
     """Let those go who follow this process."""
     if cluster.leads() and not cluster.torn():
-        cluster.bytes_of_first(b"")
+        with suppress(JaxRuntimeError), cluster.common_program():  # whoever died has gone already
+            cluster.bytes_of_first(b"")
 
 
 def load(directory: str | Path) -> Run:
@@ -228,10 +230,8 @@ def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Ru
     started = time.monotonic()
     settings = pending[0].settings
     simulation = Simulation(tuple(each.settings.federation() for each in pending), settings.seeds)
-    if cluster.leads():
-        if simulation.on_host:
-            raise ValueError(f"{settings.env} is played on the host, by one process: leave --coordinator out.")
-        _lead(pending)
+    if cluster.leads() and simulation.on_host:
+        raise ValueError(f"{settings.env} is played on the host, by one process: leave --coordinator out.")
     plan = Plan.of(settings, simulation.coin())
     num_iterations = len(plan.large)
     states, begin = simulation.start(), 0
@@ -242,39 +242,44 @@ def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Ru
         blocks = [[checkpoint.metrics] for checkpoint in checkpoints]
     next_save = started + CHECKPOINT_SECONDS
     block_length = 1 if simulation.on_host else BLOCK  # on the host, one iteration may take minutes
-    for first in range(begin, num_iterations, block_length):
-        last = min(first + block_length, num_iterations)
-        batches = np.full(block_length, SKIP)
-        batches[: last - first] = np.where(plan.large[first:last], LARGE, SMALL)
-        with cluster.common_program():
+    stopped, decision = None, GO_ON
+    if cluster.leads():
+        _lead(pending)
+    with cluster.common_program():
+        for first in range(begin, num_iterations, block_length):
+            last = min(first + block_length, num_iterations)
+            batches = np.full(block_length, SKIP)
+            batches[: last - first] = np.where(plan.large[first:last], LARGE, SMALL)
             states, latest = simulation.run(states, batches, plan.output_iteration)
-        for kept_blocks, block in zip(blocks, cluster.fetched(latest), strict=True):
-            kept_blocks.append({name: values[:, : last - first] for name, values in vars(block).items()})
-        stopped = None
-        if on_progress is not None:
-            latest_return = float(np.mean(blocks[0][-1]["return_mean"]))
-            reached, total = int(plan.trajectories[last - 1]), int(plan.trajectories[-1])
-            try:
-                seconds = time.monotonic() - started
-                on_progress(Progress(last, num_iterations, reached, total, latest_return, seconds, reached / total))
-            except BaseException as error:  # whoever watches may stop a run (Ctrl-C): not before it is saved
-                stopped = error
-        began = time.monotonic()
-        save = stopped is not None or last == num_iterations or began > next_save
-        decision = cluster.number_of_first(STOP if stopped is not None else SAVE if save else GO_ON)
-        if decision != GO_ON:
-            for each, state, kept_blocks in zip(pending, cluster.fetched(states), blocks, strict=True):
-                if each.kept is not None:
-                    each.kept.write_checkpoint(Checkpoint(last, jax.tree.leaves(state), _joined(kept_blocks)))
-            spent = time.monotonic() - began
-            next_save = time.monotonic() + max(CHECKPOINT_SECONDS, spent / CHECKPOINT_SHARE)
-        if stopped is not None:
-            raise stopped
-        if decision == STOP:
-            return []
+            for kept_blocks, block in zip(blocks, cluster.fetched(latest), strict=True):
+                kept_blocks.append({name: values[:, : last - first] for name, values in vars(block).items()})
+            if on_progress is not None:
+                latest_return = float(np.mean(blocks[0][-1]["return_mean"]))
+                reached, total = int(plan.trajectories[last - 1]), int(plan.trajectories[-1])
+                try:
+                    seconds = time.monotonic() - started
+                    on_progress(Progress(last, num_iterations, reached, total, latest_return, seconds, reached / total))
+                except BaseException as error:  # whoever watches may stop a run (Ctrl-C): not before it is saved
+                    stopped = error
+            began = time.monotonic()
+            save = stopped is not None or last == num_iterations or began > next_save
+            decision = cluster.number_of_first(STOP if stopped is not None else SAVE if save else GO_ON)
+            if decision != GO_ON:
+                for each, state, kept_blocks in zip(pending, cluster.fetched(states), blocks, strict=True):
+                    if each.kept is not None:
+                        each.kept.write_checkpoint(Checkpoint(last, jax.tree.leaves(state), _joined(kept_blocks)))
+                spent = time.monotonic() - began
+                next_save = time.monotonic() + max(CHECKPOINT_SECONDS, spent / CHECKPOINT_SHARE)
+            if decision == STOP:
+                break
+        held = cluster.fetched(states)
+    if stopped is not None:
+        raise stopped
+    if decision == STOP:
+        return []
     runs = [
         _results(each.settings, plan, state, _joined(kept_blocks))
-        for each, state, kept_blocks in zip(pending, cluster.fetched(states), blocks, strict=True)
+        for each, state, kept_blocks in zip(pending, held, blocks, strict=True)
     ]
     for each, run in zip(pending, runs, strict=True):
         if each.kept is not None:

@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from logging import INFO, WARNING
 from pathlib import Path
@@ -43,7 +43,7 @@ from httpx import TransportError
 from numpy.lib import format as numpy_format
 
 from byzpg.algorithms import ALGORITHMS
-from byzpg.attacks import Attack
+from byzpg.attacks import Attack, NoAttack
 from byzpg.clouds import NORM_LIMIT
 from byzpg.components import nearest, plain_name
 from byzpg.config import Config, Settings
@@ -143,11 +143,14 @@ def _settings(given: dict[str, Any]) -> Settings:
             given["hidden"] = tuple(int(size) for size in hidden.split(","))
         except ValueError:
             raise ValueError(f"run config: hidden must be sizes such as '16,16', got {hidden!r}.") from None
-    values = {"algorithm": "ByzPG", "num_byzantine": 0, "num_seeds": 1, **given}
+    values = {"algorithm": "ByzPG", "num_seeds": 1, **given}
     for name, algorithm in ALGORITHMS.items():
         if plain_name(str(values["algorithm"])) == plain_name(name) and not algorithm.centralized:
             raise ValueError(f"run config: algorithm {name} has no server: use ByzPG or Fed-PAGE-PG.")
-    settings = Config.of(values, "run config").resolved()
+        if plain_name(str(values["algorithm"])) == plain_name(name) and not algorithm.robust:
+            values.setdefault("num_declared", 0)
+    # The liars that are told to be withstood; none of them is simulated.
+    settings = replace(Config.of(values, "run config").resolved(), num_byzantine=0, attack=NoAttack())
     if not ALGORITHMS[settings.algorithm].robust and settings.num_declared:
         raise ValueError(
             f"run config: {settings.algorithm} averages all replies and withstands no liar: num-declared must be 0, "
@@ -241,7 +244,8 @@ class CarefulGrid(Grid):
         sent = list(messages)
         if not sent:
             return []
-        asked = {number: each for number, each in zip(self.push_messages(sent), sent, strict=False) if number}
+        pushed = set(self.push_messages(sent))
+        asked = {number: each for each in sent if (number := each.metadata.message_id) in pushed}
         deadline, replies = time.monotonic() + (math.inf if timeout is None else timeout), []
         while asked and time.monotonic() < deadline:
             for number in list(asked):
@@ -254,12 +258,20 @@ class CarefulGrid(Grid):
 
     def _pull(self, number: str, message: Message) -> list[Message]:
         try:
-            return list(self.pull_messages([number]))
+            replies = list(self.pull_messages([number]))
         except TransportError:  # of the way to the SuperLink, not of the reply
             raise
         except Exception as error:  # whatever a liar can make Flower's decoders raise
             words = f"the reply cannot be read: {type(error).__name__}: {_one_line(error)}"
             return [Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, words), reply_to=message)]
+        # What a reply says of itself is its sender's word: it was pulled as this message's, and as none else it counts.
+        words = "the reply claims to be another message's"
+        return [
+            each
+            if each.metadata.reply_to_message_id == number
+            else Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, words), reply_to=message)
+            for each in replies
+        ]
 
 
 class ByzPG(Strategy):
@@ -302,9 +314,13 @@ class ByzPG(Strategy):
             )
         self.nodes = nodes
 
-    def start(self, grid: Grid, *arguments: Any, **options: Any) -> Result:
+    def start(
+        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *arguments: Any, **options: Any
+    ) -> Result:
         """As Flower's, over a grid that no reply can break."""
-        return super().start(CarefulGrid(grid), *arguments, **options)
+        if num_rounds > self.server.num_iterations:
+            raise ValueError(f"num_rounds must be at most {self.server.num_iterations}, got {num_rounds}.")
+        return super().start(CarefulGrid(grid), initial_arrays, num_rounds, *arguments, **options)
 
     def summary(self) -> None:
         settings = self.server.settings
@@ -333,7 +349,7 @@ class ByzPG(Strategy):
             mean_return = float(np.median(said)) if said else math.nan
             if not stepped:
                 need = self.server.num_workers - self.server.num_faulty
-                words = "Round %d: no step, as only %d replies are usable and %d are needed (K − f)"
+                words = "Round %d: no step, with %d usable replies of the %d that are needed (K − f)"
                 log(WARNING, words, server_round, usable, need)
         else:
             stepped, usable = True, math.nan
@@ -421,13 +437,15 @@ def main(grid: Grid, context: Context) -> None:
     _keep_programs()
     task = settings.env.replace(":", "-").replace("/", "-")
     name = f"{task}-{settings.algorithm}-flower-{context.run_id}"
-    kept = RunDirectory.create(options.directory.resolve() / name, settings)
+    directory = options.directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
     if rehearsal is not None:
         log(WARNING, "A rehearsal: random numbers follow from seed %d, and are no secret", settings.seed)
     strategy = ByzPG(settings, None if rehearsal is None else seeded_key(settings.seed))
     strategy.wait_for_clients(grid, options.reply_seconds)
     rounds = strategy.server.num_iterations
     strategy.start(grid, strategy.arrays, rounds, timeout=options.reply_seconds)
+    kept = RunDirectory.create(directory / name, settings)  # not before: there is nothing that could be resumed
     kept.write_results(strategy.results())
     for line in strategy.report():
         log(INFO, line)

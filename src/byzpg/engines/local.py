@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from typing import Any
 from byzpg.engines.worker import GRACE_SECONDS
 from byzpg.runs import RunDirectory
 from byzpg.sweeps import Cell, Event
+
+START_LIMIT = 3  # how often a worker may fail to start before that is an error
 
 
 def environment(cache: Path | None) -> dict[str, str]:
@@ -56,6 +59,7 @@ class LocalWorkers:
         self.folder = folder
         self._workers: dict[int, _Worker] = {}
         self._heard: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
+        self._failed_starts = Counter[int]()  # of each worker, in a row
         try:
             backend = self._first()
             wanted = number or (1 if backend != "cpu" else num_cores())
@@ -101,6 +105,7 @@ class LocalWorkers:
         if line is None:
             raise ValueError(f"a worker did not start: {worker.death()}.")
         worker.about = json.loads(line)["about"]
+        self._failed_starts[index] = 0
 
     def idle(self) -> list[int]:
         return [i for i, worker in self._workers.items() if worker.about is not None and worker.cell is None]
@@ -126,6 +131,11 @@ class LocalWorkers:
         except Empty:
             return None
         worker = self._workers[index]
+        if worker.about is None and line is None and self._failed_starts[index] < START_LIMIT:
+            self._failed_starts[index] += 1
+            self._hang_up(worker)
+            self._start(index)
+            return None
         if worker.about is None:
             self._ready(index, line)
             return None

@@ -26,15 +26,18 @@ from byzpg.sweeps import Cell, Event
 CONNECT_SECONDS = 5.0
 
 
-def train_cell(settings: str) -> bytes:
+def train_cell(settings: str, versions: str) -> bytes:
     """Inside a Ray worker: a run with these settings, as a line of JSON about it and its results."""
     if not ray.get_gpu_ids():
         jax.config.update("jax_platforms", "cpu")  # a GPU that Ray does not know of is not ours to take
+    about = provenance()
+    if about["versions"] != json.loads(versions):
+        return json.dumps({"failed": f"a worker has {about['versions']}, and the driver {versions}"}).encode()
     try:
         run = training.train(Config.of(json.loads(settings), "the cell"))
     except Exception as error:
         return json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()
-    return json.dumps(provenance()).encode() + b"\n" + packed(run)
+    return json.dumps(about).encode() + b"\n" + packed(run)
 
 
 class RayWorkers:
@@ -70,7 +73,8 @@ class RayWorkers:
         return [worker for worker in range(number) if worker not in busy]
 
     def submit(self, worker: int, cell: Cell) -> None:
-        self._running[self._task.remote(json.dumps(cell.settings.as_data()))] = worker, cell
+        asked = json.dumps(cell.settings.as_data()), json.dumps(provenance()["versions"])
+        self._running[self._task.remote(*asked)] = worker, cell
 
     def wait(self, seconds: float) -> Event | None:
         ready, _ = ray.wait(list(self._running), timeout=seconds)
@@ -87,9 +91,6 @@ class RayWorkers:
         about = json.loads(line)
         if "failed" in about:
             return Event(cell, "failed", reason=about["failed"])
-        ours = provenance()["versions"]
-        if about["versions"] != ours:
-            return Event(cell, "failed", reason=f"a worker has {about['versions']}, and this machine {ours}")
         self._keep(cell, whole, {**about, "command": sys.argv})
         return Event(cell, "finished")
 
