@@ -106,16 +106,7 @@ class Pair:
 
 ONE_SEED: dict[str, Any] = TINY | {"num_seeds": 1}
 # Five agents: on four devices of two processes.
-FOR_TWO = Config(
-    num_agents=5,
-    num_byzantine=1,
-    attack="LargeNoise",
-    aggregator="Krum",
-    agreement="TrimmedMeanAgreement",
-    rounds=1,
-    trajectories=1500,
-    **ONE_SEED,
-)
+FOR_TWO = Config(algorithm="ByzPG", num_agents=5, num_byzantine=1, aggregator="Krum", trajectories=1500, **ONE_SEED)
 
 
 def test_two_processes_stop_and_go_on_as_one(tmp_path: Path) -> None:

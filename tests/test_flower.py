@@ -268,8 +268,8 @@ BAD: dict[str, tuple[str, Callable[[Message], list[Message]]]] = {
     "unreadable": ("error", unreadable),
     "twice": ("duplicate", lambda reply: [reply, saying(reply, **{"return": 9.0})]),
     "none": ("missing", lambda reply: []),
-    "forged sender": ("unasked", lambda reply: [from_another(reply)]),
-    "no question": ("unasked", lambda reply: [to_another(reply)]),
+    "forged sender": ("error", lambda reply: [from_another(reply)]),
+    "no question": ("error", lambda reply: [to_another(reply)]),
 }
 
 
@@ -299,7 +299,6 @@ def test_every_bad_reply_is_counted_named_and_left_out(
     assert np.all(run.metrics["usable_replies"][0, run.large] == 3)
     refusals = [line for line in caplog.messages if "is left out" in line]
     expected_reasons = Counter(reason for reason, _ in BAD.values())
-    expected_reasons["missing"] += expected_reasons["unasked"]  # what came in place of a reply is none
     expected_reasons["missing"] += rounds - len(BAD)  # of the rounds after that
     assert Counter(line.partition("is left out (")[2].partition(")")[0] for line in refusals) == expected_reasons
     named = [line for line in refusals if f"client 3 (node {LIAR})" in line]
@@ -337,7 +336,7 @@ def test_with_too_few_usable_replies_nothing_moves_and_the_run_goes_on(
     np.testing.assert_array_equal(result.arrays["parameters"].numpy(), seen[2])
     assert strategy.stepped == [False, False, True]
     assert strategy.refused == {(LIAR, "wrong round"): 2, (min(NODES), "wrong round"): 2}
-    assert "Round 2: no step, as only 2 replies are usable and 3 are needed (K − f)" in caplog.messages
+    assert "Round 2: no step, with 2 usable replies of the 3 that are needed (K − f)" in caplog.messages
 
 
 def test_a_client_that_boasts_does_not_move_the_curve(tmp_path: Path) -> None:
@@ -422,6 +421,11 @@ def test_options_left_out_come_from_the_preset_and_sizes_from_text() -> None:
         ).resolved()
     )
     assert Options.of({**app, "hidden": "8, 4"}).settings.hidden == (8, 4)
+    # As elsewhere, a fourth of the agents may lie where nothing is said; none of them is simulated.
+    silent = Options.of({**app, "num-agents": 9, "num-declared": ""}).settings
+    assert (silent.num_declared, silent.num_byzantine) == (2, 0)
+    plain = Options.of({**app, "algorithm": "Fed-PAGE-PG", "num-declared": ""}).settings
+    assert plain.num_declared == 0
     missing = {field.name.replace("_", "-") for field in fields(Config)} - set(app)
     assert missing == {name.replace("_", "-") for name in SIMULATED}, "Flower takes no option that the app lacks"
 

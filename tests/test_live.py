@@ -105,8 +105,13 @@ QUICK = Times(grace=1.5, start_grace=300.0)
         (None, {}, PATIENT),
         ("Equivocate", {}, PATIENT),
         # Small batches, plain SGD (whose v̂ is what agreement made of a step), and no agreement at all.
-        (None, {"optimizer": "sgd", "step_size": 1e-3, "switch_probability": 0.3, "small_batch": 3}, PATIENT),
-        (None, {"algorithm": "Dec-PAGE-PG"}, PATIENT),
+        pytest.param(
+            None,
+            {"optimizer": "sgd", "step_size": 1e-3, "switch_probability": 0.3, "small_batch": 3},
+            PATIENT,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(None, {"algorithm": "Dec-PAGE-PG"}, PATIENT, marks=pytest.mark.slow),
         ("Silent", {"trajectories": 12, "rounds": 1}, QUICK),  # a missing row is none, not one of zeros
     ],
 )

@@ -678,7 +678,7 @@ def test_real_members_on_the_page(federation: Federation, visits: Visits) -> Non
     for name in NAMES[:4]:
         expect(page.locator(f"#members tr[data-member={name}] .presence")).to_have_text("present")
         assert row(page, name)["Equivocations"] == "none"
-        assert re.match(r"\d+(\.\d)? % ", row(page, name)["Weight of its gradients"])
+        assert re.match(r"\d+(\.\d)? %", row(page, name)["Weight of its gradients"])
     expect(page.locator("#matrix td[data-kind=yes]")).to_have_count(20)
     assert page.inner_text("#links") == "All 20 reported links are up."
     assert page.locator("#steps path.line").count() == 5

@@ -297,6 +297,7 @@ def test_a_leg_that_touches_is_never_easy() -> None:
     assert not np.any(np.asarray(LANDER.easy(touching)))
 
 
+@pytest.mark.slow
 def test_a_large_batch_in_chunks_goes_as_small_ones() -> None:
     """Above the ground, near it and touching it, of a batch that is cut into chunks and one that is not."""
     states, actions = zip(*(some_states(seed) for seed in range(5)), strict=True)

@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from byzpg import Config, cli, figures, load, train
+from byzpg.engines.local import LocalWorkers
 from byzpg.experiments import run_name
 from byzpg.runs import Run, RunDirectory, packed, unpacked
 from byzpg.sweeps import Cell, Event, Outcome, Progress, Sweep, is_done, outcomes, run, write_table
@@ -161,10 +162,26 @@ def test_a_worker_keeps_to_the_program_it_has_compiled(cells: Sequence[Cell]) ->
     assert (heard[-1].finished, heard[-1].failed, heard[-1].running, heard[-1].done) == (6, 0, 0, 1.0)
     assert [progress.done for progress in heard] == sorted(progress.done for progress in heard)
     assert not any(progress.news for progress in heard)
+    # In whatever order the cells come.
+    workers = Scripted(2)
+    run([cells[index] for index in (0, 3, 1, 4, 2, 5)], workers, 0, heard.append)
+    assert all(len({cell.program for worker, cell in workers.given if worker == number}) == 1 for number in range(2))
     # And helps out where there is nothing of its own left.
     workers = Scripted(2)
     run(cells[:4], workers, 0, heard.append)
     assert sum(worker == 1 for worker, _ in workers.given) == 2
+
+
+def test_a_worker_that_is_killed_at_its_start_is_started_again(tmp_path: Path) -> None:
+    workers = LocalWorkers(tmp_path, 2, 2)
+    try:
+        workers._workers[1].process.kill()
+        deadline = time.monotonic() + 120
+        while len(workers.idle()) < 2 and time.monotonic() < deadline:
+            assert workers.wait(0.2) is None
+        assert workers.idle() == [0, 1]
+    finally:
+        workers.close()
 
 
 def test_what_fails_is_tried_again_up_to_a_limit(cells: Sequence[Cell]) -> None:

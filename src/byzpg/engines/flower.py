@@ -262,16 +262,21 @@ class CarefulGrid(Grid):
         except TransportError:  # of the way to the SuperLink, not of the reply
             raise
         except Exception as error:  # whatever a liar can make Flower's decoders raise
-            words = f"the reply cannot be read: {type(error).__name__}: {_one_line(error)}"
-            return [Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, words), reply_to=message)]
-        # What a reply says of itself is its sender's word: it was pulled as this message's, and as none else it counts.
-        words = "the reply claims to be another message's"
+            return [_error(message, f"the reply cannot be read: {type(error).__name__}: {_one_line(error)}")]
         return [
-            each
-            if each.metadata.reply_to_message_id == number
-            else Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, words), reply_to=message)
-            for each in replies
+            each if _answers(each, message) else _error(message, "the reply claims to be another's") for each in replies
         ]
+
+
+def _answers(reply: Message, message: Message) -> bool:
+    """Whether it says of itself that it is what it was pulled as; a sender can write there what it likes."""
+    if reply.metadata.reply_to_message_id != message.metadata.message_id:
+        return False
+    return reply.has_error() or reply.metadata.src_node_id == message.metadata.dst_node_id
+
+
+def _error(message: Message, words: str) -> Message:
+    return Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, words), reply_to=message)
 
 
 class ByzPG(Strategy):
@@ -370,12 +375,8 @@ class ByzPG(Strategy):
         num_workers = self.server.num_workers
         by_message = {message.metadata.message_id: position for position, message in enumerate(self._sent)}
         found: list[list[Message]] = [[] for _ in range(num_workers)]
-        for reply in replies:
-            position, node = by_message.get(reply.metadata.reply_to_message_id), reply.metadata.src_node_id
-            if position is None or (reply.has_content() and node != self.nodes[position]):
-                self._refuse(server_round, node, None, "unasked", "it was not asked of this node in this round")
-            else:
-                found[position].append(reply)
+        for reply in replies:  # each is to one of these, see `CarefulGrid`
+            found[by_message[reply.metadata.reply_to_message_id]].append(reply)
         rows = np.zeros((num_workers, self.server.dimension), np.float32)
         present, said = np.zeros(num_workers, bool), []
         for position, theirs in enumerate(found):
@@ -386,17 +387,13 @@ class ByzPG(Strategy):
                     raise _RefusedError("duplicate", f"there are {len(theirs)}")
                 row, mean_return = _read_reply(theirs[0], server_round, position, self.server.dimension)
             except _RefusedError as refusal:
-                self._refuse(server_round, self.nodes[position], position, refusal.reason, refusal.words)
+                self.refused[self.nodes[position], refusal.reason] += 1
+                line = "Round %d: the reply of client %d (node %d) is left out (%s): %s"
+                log(WARNING, line, server_round, position, self.nodes[position], refusal.reason, refusal.words)
                 continue
             rows[position], present[position] = row, True
             said.append(mean_return)
         return rows, present, said
-
-    def _refuse(self, server_round: int, node: int, position: int | None, reason: str, words: str) -> None:
-        self.refused[node, reason] += 1
-        who = "a stranger" if position is None else f"client {position}"
-        line = "Round %d: the reply of %s (node %d) is left out (%s): %s"
-        log(WARNING, line, server_round, who, node, reason, words)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -409,9 +406,8 @@ class ByzPG(Strategy):
     def report(self) -> list[str]:
         """What became of it, in lines; what was left out, by client and reason."""
         lines = [f"{np.sum(self.stepped)} steps in {len(self.stepped)} rounds, last return {self.returns[-1]:.1f}"]
-        names = {node: f"client {position}" for position, node in enumerate(self.nodes)}
         for (node, reason), number in sorted(self.refused.items()):
-            lines.append(f"left out: {number} × {reason} from {names.get(node, 'a stranger')} (node {node})")
+            lines.append(f"left out: {number} × {reason} from client {self.nodes.index(node)} (node {node})")
         return lines
 
     def results(self) -> Run:
