@@ -312,7 +312,7 @@ def test_help_is_worth_reading(tmp_path: Path) -> None:
 
 
 def test_certify_prints_every_rule_and_draws_a_picture(tmp_path: Path) -> None:
-    done = byzpg("certify", "--num-agents", "7", "--num-byzantine", "1", "--trials", "4", folder=tmp_path)
+    done = byzpg("certify", "--num-agents", "4", "--num-byzantine", "1", "--trials", "4", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("Mean()", "RFA()", "NNM(TrimmedMean())", "Bulyan()"):
         assert name in done.stdout

@@ -92,7 +92,12 @@ CARTPOLE = ENVIRONMENTS["CartPole-v1"]()
     ("env", "policy", "num_episodes"),
     [
         (CARTPOLE, CategoricalMLP(4, (16, 16), num_actions=2), 4),
-        (CARTPOLE, CategoricalMLP(4, (5,), "tanh", output_tanh=True, num_actions=2), 33),  # two blocks
+        pytest.param(
+            CARTPOLE,
+            CategoricalMLP(4, (5,), "tanh", output_tanh=True, num_actions=2),
+            33,  # two blocks
+            marks=pytest.mark.slow,
+        ),
         pytest.param(CARTPOLE, CategoricalMLP(4, (20, 33, 8), "elu", num_actions=2), 16, marks=pytest.mark.slow),
         (CARTPOLE, CategoricalMLP(4, (), num_actions=2), 5),
         (Drifting(), GaussianMLP(2, (6, 4), "silu", action_size=2, initial_log_std=-0.5), 7),

@@ -112,7 +112,8 @@ QUICK = Times(grace=1.5, start_grace=300.0)
             marks=pytest.mark.slow,
         ),
         pytest.param(None, {"algorithm": "Dec-PAGE-PG"}, PATIENT, marks=pytest.mark.slow),
-        ("Silent", {"trajectories": 12, "rounds": 1}, QUICK),  # a missing row is none, not one of zeros
+        # A missing row is none, not one of zeros.
+        pytest.param("Silent", {"trajectories": 12, "rounds": 1}, QUICK, marks=pytest.mark.slow),
     ],
 )
 def test_members_learn_what_their_simulated_twins_learn(

@@ -116,6 +116,7 @@ def test_the_simulator_only_moves_messages(memory: str, options: dict[str, Any])
     assert np.max(np.abs(state.agents.parameters[0] - state.agents.parameters[1])) > 0.01
 
 
+@pytest.mark.slow
 def test_a_lone_agent_learns_the_same_with_every_algorithm_to_the_bit() -> None:
     alone = trained(algorithm="PAGE-PG")
     assert_same_run(alone, trained(algorithm="DecByzPG", num_agents=1))
@@ -124,6 +125,7 @@ def test_a_lone_agent_learns_the_same_with_every_algorithm_to_the_bit() -> None:
     assert_same_run(trained(algorithm="ByzPG", **with_sgd), trained(algorithm="DecByzPG", **with_sgd))
 
 
+@pytest.mark.slow
 def test_without_robustness_and_agreement_decbyzpg_is_dec_page_pg_to_the_bit() -> None:
     bare = trained(num_agents=5, aggregator="Mean", agreement="NoAgreement")
     plain = trained(algorithm="Dec-PAGE-PG", num_agents=5)

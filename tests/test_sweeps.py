@@ -307,11 +307,11 @@ def test_cells_of_a_group_may_have_other_lengths(cells: Sequence[Cell]) -> None:
 
 def test_a_picture_has_a_row_per_group(tmp_path: Path) -> None:
     values = {"DecByzPG, ALIE": np.asarray([450.0, 480.0, 500.0]), "DecByzPG, IPM": np.asarray([20.0, np.nan])}
-    figures.save(figures.dots(values, "mine", "return"), tmp_path / "dots.png")
     figure = figures.dots(values, "mine", "return")
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     notes = [text.get_text() for text in figure.axes[0].texts]
     assert (labels, notes) == (list(values), ["477", "1 diverged"])
+    figures.save(figure, tmp_path / "dots.png")
     with Image.open(tmp_path / "dots.png") as picture:
         assert picture.width > 800
 
