@@ -206,17 +206,11 @@ def measure_bare(kind: str) -> None:
     """Seconds per iteration of Flower's federation, or of the cells of the grid, one after the other."""
     from byzpg import cluster, sweeps, training
     from byzpg.config import Config
-    from byzpg.simulate import LARGE
 
     cluster.Hardware(1).start()
     if kind == "flower":
         simulation = Config(**FLOWER, num_byzantine=0, num_seeds=1).resolved().simulation()
-        states, seconds = simulation.start(), []
-        for _ in range(31):  # one iteration at a time, as there
-            started = time.perf_counter()
-            states, _ = simulation.run(states, [LARGE], -1)
-            seconds.append(time.perf_counter() - started)
-        print(json.dumps(statistics.median(seconds[1:])))
+        print(json.dumps(timed(simulation, 1, 30)))  # one iteration at a time, as there
         return
     with tempfile.TemporaryDirectory() as folder:
         grid = Path(folder) / "grid.toml"

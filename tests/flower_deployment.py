@@ -6,8 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,22 +20,13 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
+from live_federation import PATIENCE, until
 
 from byzpg.live.links import free_ports
 
 APP = Path(__file__).parent.parent / "examples" / "flower"
 TOOLS = Path(sys.executable).parent
 MARK = "BYZPG_TEST_DEPLOYMENT"  # in the environment of every process that a deployment starts
-PATIENCE = 240.0  # seconds until a condition counts as never met; machines are shared and slow
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait for a condition; time only decides when to give up."""
-    deadline = time.monotonic() + PATIENCE
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.1)
-    return found
 
 
 def write_certificates(folder: Path) -> None:

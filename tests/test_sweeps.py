@@ -74,7 +74,7 @@ hidden = [[16, 16], [8]]
     settings = [cell.settings for cell in sweep.cells]
     # Without liars there is no attack, and the second table's first cell is in the first one.
     assert len(settings) == 2 + 4 + 3
-    assert len(sweep.groups(sweep.cells)) == 1 + 2 + 3
+    assert len(sweep.groups) == 1 + 2 + 3
     shared: dict[str, Any] = {"num_seeds": 1, "trajectories": 50}
     assert settings[0] == Config(num_byzantine=0, seed=0, **shared).resolved()
     assert settings[3] == Config(num_byzantine=3, attack="ALIE", seed=7, **shared).resolved()
@@ -280,7 +280,7 @@ def test_tables_and_groups(tmp_path: Path) -> None:
     rows[2][1, 5:] = np.nan
     for cell, returns, weight in zip(sweep.cells, rows, (0.25, 0.75, np.nan), strict=False):
         kept(cell, tmp_path, returns, weight)
-    groups = outcomes(sweep.groups(sweep.cells), tmp_path)
+    groups = outcomes(sweep.groups, tmp_path)
     assert [len(group.cells) for group in groups] == [2, 1]  # of the last group, a cell is missing
     first, second = groups
     np.testing.assert_allclose(first.final_returns, [18.5, 18.5, 7, 9])

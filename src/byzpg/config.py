@@ -372,6 +372,11 @@ class Settings:
         )
 
     @property
+    def task_in_names(self) -> str:
+        """The task, as a part of a file's name."""
+        return self.env.replace(":", "-").replace("/", "-")
+
+    @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(range(self.seed, self.seed + self.num_seeds))
 

@@ -80,9 +80,8 @@ class Scope:
 def run_name(settings: Settings) -> str:
     """A directory's name: what the eye looks for, and a hash of all there is."""
     digest = sha256(dumps(settings.as_data(), sort_keys=True).encode()).hexdigest()[:8]
-    task = settings.env.replace(":", "-").replace("/", "-")
     liars = f"{settings.num_byzantine}-{type(settings.attack).__name__}" if settings.num_byzantine else "0"
-    return f"{task}-{settings.algorithm}-{settings.num_agents}-{liars}-{digest}"
+    return f"{settings.task_in_names}-{settings.algorithm}-{settings.num_agents}-{liars}-{digest}"
 
 
 class _Builder:

@@ -12,7 +12,8 @@ Every file is written whole or not at all, and none holds a pickle.
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -190,11 +191,8 @@ class RunDirectory:
 
     def _read_arrays(self, name: str) -> dict[str, np.ndarray]:
         path = self.path / name
-        try:
-            with path.open("rb") as file:
-                return _arrays(file)
-        except (OSError, ValueError, TypeError, AttributeError, BadZipFile, EOFError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
+        with _reading(str(path)), path.open("rb") as file:
+            return _arrays(file)
 
 
 def packed(run: Run) -> bytes:
@@ -208,10 +206,8 @@ def packed(run: Run) -> bytes:
 
 def unpacked(settings: Settings, whole: bytes, source: str) -> Run:
     """The complete run with these settings that `packed` made these bytes of."""
-    try:
+    with _reading(source):
         arrays = _arrays(BytesIO(whole))
-    except (OSError, ValueError, TypeError, AttributeError, BadZipFile, EOFError) as error:
-        raise ValueError(f"{source} cannot be read: {error}") from None
     tables: dict[str, dict[str, np.ndarray]] = {"metrics": {}, "parameters": {}}
     for name, values in arrays.items():
         table, _, column = name.partition("/")
@@ -234,6 +230,15 @@ def _complete(
     except KeyError as error:
         raise ValueError(f"{source}: the results lack {error}.") from None
     return Run(settings, trajectories, large, metrics, parameters, output_iteration, complete=True)
+
+
+@contextmanager
+def _reading(source: str) -> Iterator[None]:
+    """Whatever a broken file makes NumPy raise is one clear error."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, AttributeError, BadZipFile, EOFError) as error:
+        raise ValueError(f"{source} cannot be read: {error}") from None
 
 
 def _arrays(file: IO[bytes]) -> dict[str, np.ndarray]:

@@ -91,14 +91,15 @@ class Sweep:
                 if cell.settings != settings:
                     raise ValueError(f"{source}: two cells have the name {cell.name}: put one into another grid.")
         sweep = cls(tuple(dict.fromkeys(option for table in tables for option in table)), tuple(cells.values()))
-        for group in sweep.groups(sweep.cells):
+        for group in sweep.groups:
             _check_seeds(group, source)
         return sweep
 
-    def groups(self, cells: Iterable[Cell]) -> list[list[Cell]]:
-        """These cells, those together that differ in the seed only."""
+    @property
+    def groups(self) -> list[list[Cell]]:
+        """The cells, those together that differ in the seed only."""
         found: dict[Settings, list[Cell]] = {}
-        for cell in cells:
+        for cell in self.cells:
             found.setdefault(cell.group, []).append(cell)
         return list(found.values())
 

@@ -304,8 +304,7 @@ class List:
 
 
 def _free_directory(settings: Settings) -> Path:
-    task = settings.env.replace(":", "-").replace("/", "-")
-    name = f"{task}-{settings.algorithm}-{type(settings.attack).__name__}"
+    name = f"{settings.task_in_names}-{settings.algorithm}-{type(settings.attack).__name__}"
     return next(path for number in count(1) if not (path := Path("runs") / f"{name}-{number}").exists())
 
 

@@ -83,7 +83,7 @@ class SweepCommand:
     def _conclude(self, sweep: sweeps.Sweep, folder: Path) -> None:
         """The table, by cell in a file and by group here, and the picture."""
         runs, telling = folder / "runs", sweep.telling
-        groups = sweeps.outcomes(sweep.groups(sweep.cells), runs)
+        groups = sweeps.outcomes(sweep.groups, runs)
         if not groups:
             return
         table = Table(title="Return of honest agents: mean ± standard deviation over seeds")

@@ -145,9 +145,11 @@ def _settings(given: dict[str, Any]) -> Settings:
             raise ValueError(f"run config: hidden must be sizes such as '16,16', got {hidden!r}.") from None
     values = {"algorithm": "ByzPG", "num_seeds": 1, **given}
     for name, algorithm in ALGORITHMS.items():
-        if plain_name(str(values["algorithm"])) == plain_name(name) and not algorithm.centralized:
+        if plain_name(str(values["algorithm"])) != plain_name(name):
+            continue
+        if not algorithm.centralized:
             raise ValueError(f"run config: algorithm {name} has no server: use ByzPG or Fed-PAGE-PG.")
-        if plain_name(str(values["algorithm"])) == plain_name(name) and not algorithm.robust:
+        if not algorithm.robust:
             values.setdefault("num_declared", 0)
     # The liars that are told to be withstood; none of them is simulated.
     settings = replace(Config.of(values, "run config").resolved(), num_byzantine=0, attack=NoAttack())
@@ -431,8 +433,7 @@ def main(grid: Grid, context: Context) -> None:
     options = Options.of(context.run_config)
     settings, rehearsal = options.settings, options.rehearsal
     _keep_programs()
-    task = settings.env.replace(":", "-").replace("/", "-")
-    name = f"{task}-{settings.algorithm}-flower-{context.run_id}"
+    name = f"{settings.task_in_names}-{settings.algorithm}-flower-{context.run_id}"
     directory = options.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     if rehearsal is not None:
