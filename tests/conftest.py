@@ -1,36 +1,113 @@
-"""What holds for all tests. All of it must be set before JAX is imported, and before workers are started."""
+"""What holds for all tests: how programs are compiled, how long a test may take, and in which order files run."""
 
+import faulthandler
 import os
-import shutil
-import tempfile
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from importlib.metadata import version
+from typing import TextIO
 
+import guardian
 import pytest
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
-# Most of the suite's time is compilation; at level 1 it takes half as long.
-FLAGS = ["--xla_backend_optimization_level=1"]
-# Without the newer emitters, half of that. Only where it was measured: JAX aborts at a flag that it does not know.
+# Must be set before JAX is imported, and before workers are started. Most of the suite's time was compilation. Programs
+# here are small, so without optimizations they take half as long in all.
+FLAGS = ["--xla_backend_optimization_level=0"]
+# Half of that without the newer emitters, and with one module per program. Only where it was measured: JAX aborts at a
+# flag that it does not know.
 if version("jaxlib").startswith("0.10."):
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
-# And many programs that tests start compile the same: the second one finds it here.
-CACHE = "JAX_COMPILATION_CACHE_DIR"
-MINE = CACHE not in os.environ
-if MINE:
-    os.environ[CACHE] = tempfile.mkdtemp(prefix="byzpg-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-
+SECONDS = 240  # that a test may take with its fixtures, unless it says otherwise: @pytest.mark.time_limit(seconds)
+SECONDS_TO_END = 60  # that the process may take after its last test
 
 # Files are dealt out whole: the longest first, so that no core waits for the other at the end.
 FIRST = ("simulate", "cli", "flower", "sweeps", "lunar_lander", "agreement", "contracts", "exchange")
 LONGEST = [f"test_{name}.py" for name in FIRST]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle-files", type=int, metavar="SEED", help="run the files in a random order")
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if MINE:
-        shutil.rmtree(os.environ[CACHE], ignore_errors=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("shuffle_files")
+    files = list(dict.fromkeys(item.path.name for item in items))
+    if seed is None:
+        files.sort(key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
+    else:
+        random.Random(seed).shuffle(files)
+    items.sort(key=lambda item: files.index(item.path.name))
+
+
+# Time limits
+
+
+class Limits:
+    """Ends this process, all thread stacks printed, when a test exceeds its time limit.
+
+    The limit holds even if the main thread is stuck in C code or ignores exceptions: faulthandler's own thread needs
+    no interpreter. With xdist, the test then counts as failed and a new worker runs the remaining tests.
+    """
+
+    def __init__(self, output: TextIO) -> None:
+        self.output = output
+        mark = f"{os.getpid()}-{time.time_ns()}"
+        unmarked = {name: value for name, value in os.environ.items() if name != guardian.MARK}
+        command = [sys.executable, "-I", "-S", guardian.__file__, mark]
+        self.guardian = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=output, env=unmarked, text=True, start_new_session=True
+        )
+        os.environ[guardian.MARK] = mark
+
+    def tell_guardian(self, running: str) -> None:
+        assert self.guardian.stdin is not None
+        self.guardian.stdin.write(f"{running}\n")
+        self.guardian.stdin.flush()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        marker = item.get_closest_marker("time_limit")
+        self.tell_guardian(item.nodeid)
+        faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True, file=self.output)
+        result = yield
+        faulthandler.cancel_dump_traceback_later()
+        self.tell_guardian("")
+        return result
+
+    def pytest_unconfigure(self) -> None:
+        faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=self.output)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"time_limit(seconds): how long this test may take, instead of {SECONDS} s")
+    # Capturing is suspended just now, so this is the terminal.
+    config.pluginmanager.register(Limits(os.fdopen(os.dup(2), "w")))
+    if config.cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # Programs that several tests start compile the same, and so does the next run.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("xla"))
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+
+
+class Scheduling(LoadFileScheduling):
+    """A test that takes its worker down is not run again: xdist would, once for each worker that it may replace."""
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        units = self.assigned_work.pop(node)
+        unfinished = [(unit, name) for unit in units.values() for name, finished in unit.items() if not finished]
+        for unit, name in unfinished[:1]:
+            unit[name] = True
+        self.workqueue.update({scope: unit for scope, unit in units.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return unfinished[0][1] if unfinished else None
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:
+    return Scheduling(config, log)

@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from byzpg.attacks import Attack
 from byzpg.envs import Environment
@@ -77,9 +75,12 @@ def play_in_kernel(
     `noise` [time, agent, episode, size]: the policy's deviates, then the environment's draws. `mischief` [time, agent,
     episode, ...]: uniform actions, for the attacks in `liars`, whose masks [agent] tell who acts by them.
     """
+    from jax.experimental import pallas as pl  # slow to import, and only GPUs need it
+    from jax.experimental.pallas import triton
+
     num_agents, num_episodes = playing.alive.shape
     num_steps = len(times)
-    block = min(max(pl.next_power_of_2(num_episodes), LEAST_BLOCK), LARGEST_BLOCK)
+    block = min(max(_next_power_of_2(num_episodes), LEAST_BLOCK), LARGEST_BLOCK)
     num_blocks = pl.cdiv(num_episodes, block)
     missing = num_blocks * block - num_episodes
 
@@ -189,7 +190,7 @@ def _padded(policy: Policy, weights: Weights) -> tuple[list[tuple[Array, Array]]
     layers, extra = [], 0
     for matrix, bias in hidden:
         size = matrix.shape[-1]
-        more = max(pl.next_power_of_2(size), LEAST_BLOCK) - size
+        more = max(_next_power_of_2(size), LEAST_BLOCK) - size
         layers.append((jnp.pad(matrix, ((0, 0), (0, extra), (0, more))), jnp.pad(bias, ((0, 0), (0, more)))))
         extra = more
     layers.append((jnp.pad(jnp.swapaxes(last, 1, 2), ((0, 0), (0, 0), (0, extra))), last_bias))
@@ -217,3 +218,7 @@ def _outputs(policy: Policy, layers: list[tuple[Any, Any]], observed: Numbers) -
             values = activation(product + bias[...][None, :])
         outputs = tuple(jnp.sum(values * last[j, :][None, :], axis=1) + last_bias[j] for j in range(policy.num_outputs))
     return tuple(jnp.tanh(output) for output in outputs) if policy.output_tanh else outputs
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()

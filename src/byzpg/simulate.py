@@ -7,6 +7,7 @@ simulation share one sequence, or every iteration would compute both batch sizes
 between programs, and all the rest of an iteration is one program.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -166,10 +167,12 @@ def _start(seeds: Array, federations: Federations) -> States:
     return tuple(map(of, federations))
 
 
-# Shorter compilation, on CPUs by the one and on GPUs by the other, for programs that then run about as fast.
+# Shorter compilation, on CPUs by the one and on GPUs by the other, for programs that then run about as fast. What the
+# user sets in XLA_FLAGS takes precedence.
 QUICK_COMPILATION = {
-    "xla_backend_optimization_level": 1,
-    "xla_gpu_enable_triton_gemm": False,
+    option: value
+    for option, value in {"xla_backend_optimization_level": 1, "xla_gpu_enable_triton_gemm": False}.items()
+    if option not in os.environ.get("XLA_FLAGS", "")
 }
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, Union, get_args
 
 import numpy as np
 import tyro
@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from byzpg import cluster, envs, figures, play, registry, statistics, training
+from byzpg import cluster, envs, play, registry, statistics, training
 from byzpg.algorithms import ALGORITHMS
 from byzpg.cli import certify, live, sweep
 from byzpg.cli.console import check_picture, console, errors, progress_line, say
@@ -28,10 +28,12 @@ from byzpg.config import Config, Settings
 from byzpg.envs import host
 from byzpg.experiments import COLLECTIONS, EXPERIMENTS, Scope, grid
 from byzpg.least_diameter import SearchLimitError
-from byzpg.report import by_preset, write_report
 from byzpg.results import Results
 from byzpg.runs import Run, RunDirectory, provenance
 from byzpg.summaries import final_returns, run_means
+
+if TYPE_CHECKING:  # it loads Matplotlib, which takes as long as all the rest: commands that draw import it themselves
+    from byzpg import figures
 
 COMPARISON = "plain-averaging"  # where, in a run's directory, the run it is compared with lies
 
@@ -97,6 +99,8 @@ class Resume:
 
 
 def _resume(path: Path) -> None:
+    from byzpg import figures
+
     comparison = path / COMPARISON
     directories = [path, comparison] if comparison.exists() else [path]
     plans = {directory: RunDirectory.open(directory).settings() for directory in directories}
@@ -209,6 +213,8 @@ class Report:
     """A folder for the figures as pictures of their own: .png, .svg and .pdf."""
 
     def run(self) -> None:
+        from byzpg.report import write_report
+
         if not self.results:
             raise ValueError("report needs at least one .npz file of `byzpg reproduce`.")
         if self.output.suffix != ".html":
@@ -235,6 +241,8 @@ class Plot:
     title: str = "Learning curves"
 
     def run(self) -> None:
+        from byzpg import figures
+
         check_picture(self.output)
         if not self.directories:
             raise ValueError("plot needs at least one run's directory.")
@@ -263,6 +271,8 @@ class Play:
     """Where the animation goes, .gif. Left out: play.gif in the run's directory."""
 
     def run(self) -> None:
+        from byzpg import figures
+
         output = self.directory / "play.gif" if self.output is None else self.output
         if output.suffix != ".gif":
             raise ValueError(f"--output must end in .gif, got {output}.")
@@ -326,7 +336,9 @@ def _short(component: Component) -> str:
     return str(component).removesuffix("()")
 
 
-def _curves(runs: Mapping[Path, Run]) -> list[figures.Curve]:
+def _curves(runs: Mapping[Path, Run]) -> "list[figures.Curve]":
+    from byzpg import figures
+
     labels = [_method(run.settings) for run in runs.values()]
     attacked = [f"{label}, {_short(run.settings.attack)}" for label, run in zip(labels, runs.values(), strict=True)]
     for candidate in (labels, attacked):
@@ -364,6 +376,9 @@ def _summary(runs: Mapping[Path, Run]) -> Table:
 
 def _draw(results: Sequence[Results], folder: Path) -> None:
     """Every experiment as a picture, for the screen and for papers."""
+    from byzpg import figures
+    from byzpg.report import by_preset
+
     folder.mkdir(parents=True, exist_ok=True)
     for chapter in by_preset(results):
         for experiment in chapter.experiments.values():

@@ -8,7 +8,7 @@ import tyro
 from rich.progress import Progress
 from rich.table import Table
 
-from byzpg import aggregators, attacks, figures
+from byzpg import aggregators, attacks
 from byzpg.cli.console import check_picture, console, say
 from byzpg.robustness import certificate
 
@@ -67,6 +67,8 @@ class Certify:
     """Where the picture goes; .png, .svg or .pdf."""
 
     def run(self) -> None:
+        from byzpg import figures
+
         check_picture(self.output)
         aggregators.Mean().check(self.num_agents, self.num_byzantine)
         tolerant = [rule for rule in RULES if rule.max_byzantine(self.num_agents) >= self.num_byzantine]

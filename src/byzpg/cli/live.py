@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from byzpg import envs, figures, training
+from byzpg import envs, training
 from byzpg.cli.console import console, errors, say
 from byzpg.config import Config
 
@@ -166,6 +166,8 @@ class Demo:
         self._train(manifest, path)
 
     def _train(self, manifest: "Manifest", path: Path) -> None:
+        from byzpg import figures
+
         names = [member.name for member in manifest.members]
         honest = names[:-1] if self.liar is not None else names
         processes = {}

@@ -15,7 +15,7 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
-from byzpg import figures, sweeps
+from byzpg import sweeps
 from byzpg.cli.console import console, errors, progress_line, say
 from byzpg.engines.local import LocalWorkers
 
@@ -102,6 +102,8 @@ class SweepCommand:
             if group.diverged:
                 say(f"Diverged: seed {', '.join(map(str, group.diverged))} of {label}.")
         sweeps.write_table(sweep, runs, folder / "table.csv")
+        from byzpg import figures
+
         picture = folder / "sweep.png"
         figures.save(
             figures.dots(rows, self.grid.stem, "return of the last tenth; a dot per seed, and their mean"), picture

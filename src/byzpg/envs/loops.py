@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 Result = TypeVar("Result")
 BLOCK = 32  # elements of a kernel's block: one warp
@@ -119,6 +117,9 @@ class Loops:
 
 
 def _in_kernel(function: Callable[..., Result], leaves: Sequence[Array], interpret: bool) -> Result:
+    from jax.experimental import pallas as pl  # slow to import, and only GPUs need it
+    from jax.experimental.pallas import triton
+
     shape, size = leaves[0].shape, leaves[0].size
     padded = pl.cdiv(size, BLOCK) * BLOCK
     block = jax.ShapeDtypeStruct((BLOCK,), jnp.float32)

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import grpc
@@ -51,8 +52,19 @@ def server_credentials(manifest: Manifest, own: int, private: PrivateIdentity) -
     return grpc.ssl_server_credentials([(private.tls, certificate)], everyone, require_client_auth=True)
 
 
+@cache
+def keep_runtime() -> None:
+    """Keep gRPC's asyncio runtime until the process ends.
+
+    Otherwise it ends with the last of its objects, wherever the garbage collector happens to find that one, and the
+    thread that is then collecting waits in `Thread.join` for gRPC's own, which can take for ever.
+    """
+    aio.init_grpc_aio()
+
+
 def open_channel(manifest: Manifest, own: int, private: PrivateIdentity, other: int, largest: int) -> aio.Channel:
     """A connection to another member that nobody else can answer."""
+    keep_runtime()
     member = manifest.members[other]
     credentials = grpc.ssl_channel_credentials(
         member.certificate.encode(), private.tls, manifest.members[own].certificate.encode()
@@ -135,6 +147,7 @@ class Links:
         self._dialers: list[asyncio.Task[None]] = []
         self._by_fingerprint = {member.fingerprint: index for index, member in enumerate(manifest.members)}
         self._said: dict[int, str] = {}
+        keep_runtime()
         self._server = aio.server(options=channel_options(self.limit), compression=grpc.Compression.NoCompression)
 
     async def open(self) -> None:
