@@ -24,12 +24,15 @@ if version("jaxlib").startswith("0.10."):
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
-SECONDS = 240  # that a test may take with its fixtures, unless it says otherwise: @pytest.mark.time_limit(seconds)
+SECONDS = 300  # that a test may take with its fixtures, unless it says otherwise: @pytest.mark.time_limit(seconds)
 SECONDS_TO_END = 60  # that the process may take after its last test
 
 # Files are dealt out whole: the longest first, so that no core waits for the other at the end.
 FIRST = ("simulate", "cli", "flower", "sweeps", "lunar_lander", "agreement", "contracts", "exchange")
 LONGEST = [f"test_{name}.py" for name in FIRST]
+
+# Their tests are about a rule each, the last part of their names in brackets.
+BY_CASE = ("test_aggregators.py", "test_contracts.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,14 +92,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"time_limit(seconds): how long this test may take, instead of {SECONDS} s")
     # Capturing is suspended just now, so this is the terminal.
     config.pluginmanager.register(Limits(os.fdopen(os.dup(2), "w")))
-    if config.cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # Programs that several tests start compile the same, and so does the next run.
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(config.cache.mkdir("xla"))
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    cache = getattr(config, "cache", None)
+    if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # Programs that several tests start compile the same, and so does the next run. With a limit on its size, JAX
+        # locks the cache; without, a process could read what another one is just writing, and warn of it.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.mkdir("xla"))
+        os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**30)
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
 class Scheduling(LoadFileScheduling):
-    """A test that takes its worker down is not run again: xdist would, once for each worker that it may replace."""
+    """A file is run by one worker, since its tests share compiled programs and fixtures.
+
+    Of a file that is run alone, and whose tests share only what is compiled for a case, each case is: two workers take
+    half as long. A test that takes its worker down is not run again, while xdist would, for every worker it replaces.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        alone = self.collection is not None and all(each.startswith(file) for each in self.collection)
+        if alone and file.rpartition("/")[2] in BY_CASE:
+            return test.partition("[")[2].rpartition("-")[2] or test
+        return file
 
     def remove_node(self, node: WorkerController) -> str | None:
         units = self.assigned_work.pop(node)

@@ -20,9 +20,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
-from live_federation import PATIENCE, until
-
-from byzpg.live.links import free_ports
+from live_federation import PATIENCE, free_ports, until
 
 APP = Path(__file__).parent.parent / "examples" / "flower"
 TOOLS = Path(sys.executable).parent

@@ -11,7 +11,6 @@ from typing import Any
 
 import gymnasium
 import jax
-import jax.numpy as jnp
 import numpy as np
 from gymnasium.utils.seeding import np_random
 
@@ -130,7 +129,7 @@ def replay(
         chosen = episodes[start : start + batch]
         # One size for all batches, so one compilation.
         chosen = chosen + chosen[:1] * (batch - len(chosen))
-        state = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each.first for each in chosen))
+        state = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.first for each in chosen))
         # Chance goes on after the end of Gymnasium's episode, as far as it is known.
         noise = np.stack([each.noise[np.minimum(np.arange(most), len(each.noise) - 1)] for each in chosen])
         observation = np.stack(observe(state), axis=-1)
@@ -141,9 +140,7 @@ def replay(
             else:
                 actions = np.stack([each.actions[min(i, each.length - 1)] for each in chosen])
             columns = (actions.astype(np.int32),) if actions.ndim == 1 else actions.T
-            state, reward, ended = step(
-                state, tuple(map(jnp.asarray, columns)), (jnp.asarray(noise[:, i, 0]), jnp.asarray(noise[:, i, 1]))
-            )
+            state, reward, ended = step(state, tuple(columns), (noise[:, i, 0], noise[:, i, 1]))
             observation = np.stack(observe(state), axis=-1)
             observations.append(observation)
             rewards.append(np.asarray(reward))

@@ -4,22 +4,23 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from byzpg.config import Config
 from byzpg.live.identity import generate, write_identity
-from byzpg.live.links import free_ports
 from byzpg.live.manifest import FIXED, Manifest, Times, new_manifest
 
 NAMES = ("alice", "bob", "carol", "dave", "erin")
-PATIENCE = 240.0  # seconds until a condition counts as never met; machines are shared and slow
+PATIENCE = 200.0  # seconds until a condition counts as never met; less than a test's time limit, which names no reason
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -28,6 +29,21 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited in vain until {what}"
         time.sleep(0.05)
+    return found
+
+
+# Below the range from which systems give out ports by chance, and a range of its own for each of pytest's processes.
+_ports = count(10_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of this machine that nobody listens on, and that nobody is given before a test listens there."""
+    found: list[int] = []
+    while len(found) < number:
+        port = next(_ports)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            found.append(port)
     return found
 
 

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import combinations
 from math import log
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -204,7 +204,7 @@ class Member:
                 self.burn()
             kind = type(action)
             if kind is Send:
-                self.send(action.to, action.message)  # pyright: ignore
+                self.send(*action)  # pyright: ignore
                 continue
             if kind is Count:
                 continue
@@ -252,17 +252,20 @@ class Member:
         self.world.post(to, self.secret.seal("state", self.course.first_step(iteration), to_vector(state), ()))
 
     def fire(self, timer: Any, step: int) -> None:
-        if not self.finished:
-            self.do(self.protocol.timer_fired(timer, step))
+        if not self.finished and (actions := self.protocol.timer_fired(timer, step)):
+            self.do(actions)
 
     def receive(self, message: Message) -> None:
         """A message over the network."""
-        if self.world.trace is not None:
-            self.world.note("get", self.own, _brief(message))
-        if message.kind == "vector" and message.step in (self.protocol.step, self.protocol.step + 1):
-            self.firsts.setdefault((message.step, message.sender), message)
-        self.do(self.protocol.received(message))
-        if message.sender in self.world.liars or message.kind == "state":
+        world, protocol = self.world, self.protocol
+        kind, sender, step = message[:3]
+        if world.trace is not None:
+            world.note("get", self.own, _brief(message))
+        if kind == "vector" and 0 <= step - protocol.step <= 1:
+            self.firsts.setdefault((step, sender), message)
+        if actions := protocol.received(message):
+            self.do(actions)
+        if sender in world.liars or kind == "state":
             self.check_memory()
 
     # Computing
@@ -328,30 +331,24 @@ class Member:
         world, step = self.world, action.step
         present = [message for message in action.messages if message is not None]
         own = action.messages[self.own]
-        world.require(len(present) >= self.course.quorum, f"{self.own} ended step {step} with {len(present)} messages")
-        world.require(
-            own is not None and own is self.protocol.sent.get(step), f"{self.own} ended step {step} without its own"
-        )
-        world.require(
-            all(message.sender == k for k, message in enumerate(action.messages) if message is not None),
-            f"{self.own} counted a message in another's place",
-        )
-        assert own is not None
+        if len(present) < self.course.quorum:
+            world.violated(f"{self.own} ended step {step} with {len(present)} messages")
+        if own is None or own is not self.protocol.sent.get(step):
+            world.violated(f"{self.own} ended step {step} without its own")
+        if any(message is not None and message.sender != k for k, message in enumerate(action.messages)):
+            world.violated(f"{self.own} counted a message in another's place")
         theirs = {receipt.sender: receipt.digest for receipt in own.receipts}
         for message in present:
             if message is own:
                 continue
-            world.require(
-                message is self.firsts.get((step, message.sender)),
-                f"{self.own} did not count the first message of {message.sender} in step {step}",
-            )
-            if step in self.sealed and message.sender not in world.liars:
-                for receipt in message.receipts:
-                    if theirs.get(receipt.sender, receipt.digest) != receipt.digest:
-                        world.require(
-                            (receipt.sender, receipt.step) in self.accusations,
-                            f"{self.own} did not accuse {receipt.sender} of two messages for step {receipt.step}",
-                        )
+            sender = message.sender
+            if message is not self.firsts.get((step, sender)):
+                world.violated(f"{self.own} did not count the first message of {sender} in step {step}")
+            if step in self.sealed and sender not in world.liars:
+                for witnessed, of_step, digest, _ in message.receipts:
+                    if theirs.get(witnessed, digest) != digest:
+                        if (witnessed, of_step) not in self.accusations:
+                            world.violated(f"{self.own} did not accuse {witnessed} of two messages for step {of_step}")
                         world.counts["accused"] += 1
         self.check_memory()
 
@@ -381,7 +378,8 @@ class Member:
             ("states", sum(map(len, protocol._states.values())), 2 * (members - 1)),
             ("own messages", len(protocol.sent), self.slots + 1),
         ):
-            self.world.require(kept <= most, f"{self.own} keeps {kept} {what}, more than {most}")
+            if kept > most:
+                self.world.violated(f"{self.own} keeps {kept} {what}, more than {most}")
 
 
 class Liar(Member):
@@ -529,14 +527,14 @@ class World:
         heappush(self.heap, (self.now + seconds, self.serial, event, arguments))
 
     def run(self) -> "World":
-        heap = self.heap
+        heap, pop = self.heap, heappop
         while self.waiting:
             self.events += 1
             if self.events > MOST_EVENTS or self.now > PATIENCE:
                 self.require(not self.must_end, f"{self.waiting} honest members never finish")
                 self.counts["stuck"] += 1
                 break
-            self.now, _, event, arguments = heappop(heap)
+            self.now, _, event, arguments = pop(heap)
             event(*arguments)
         self.check_agreement()
         for member in self.honest:
@@ -549,22 +547,26 @@ class World:
 
     def require(self, condition: bool, words: str) -> None:
         if not condition:
-            raise Violation(f"seed {self.seed}, at {self.now:.3f}: {words}; python tests/live_world.py {self.seed}")
+            self.violated(words)
+
+    def violated(self, words: str) -> NoReturn:
+        raise Violation(f"seed {self.seed}, at {self.now:.3f}: {words}; python tests/live_world.py {self.seed}")
 
     # The network
 
     def post(self, to: int, message: Message) -> None:
-        if (message.sender, to) in self.blocked or (self.loss and self.random() < self.loss):
+        random = self.random
+        if (self.blocked and (message.sender, to) in self.blocked) or (self.loss and random() < self.loss):
             return
         self.serial += 1
-        arrival = self.now - self.pace * log(1 - self.random())
+        arrival = self.now - self.pace * log(1 - random())
         heappush(self.heap, (arrival, self.serial, self.deliver, (to, message)))
-        if self.twice and self.random() < self.twice:
+        if self.twice and random() < self.twice:
             self.after(self.drawn(4 * self.pace), self.deliver, to, message)
 
     def deliver(self, to: int, message: Message) -> None:
         member = self.members[to]
-        if member.up and (message.sender, to) not in self.blocked:
+        if member.up and not (self.blocked and (message.sender, to) in self.blocked):
             try:
                 member.receive(message)
             except Crash:

@@ -4,7 +4,9 @@ A round leaves at most contraction(K, f) of the honest diameter, and moves the h
 "It halves each round" is a common reading of these rules, and false at their bounds on f: see the worst case below.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +28,12 @@ AT_THE_BOUND = [
     pytest.param(GDA(), 16, 3, 9, id="GDA-16"),
     pytest.param(TrimmedMeanAgreement(), 13, 3, 1, id="TrimmedMean-13"),
 ]
-ATTACKS = [attacks.Dissensus(), attacks.MDAFooling(), attacks.LargeNoise(), attacks.Equivocate(target="both")]
-# Each is a program of its own: every attack at one size of a rule, and at its other size the one that is for agreement.
+ATTACKS = (attacks.Dissensus(), attacks.MDAFooling(), attacks.LargeNoise(), attacks.Equivocate(target="both"))
+# MDA of 13 looks at 286 subsets for every receiver: there, only the attack that is for agreement.
 ATTACKED = [
-    pytest.param(*case.values, attack, id=f"{case.id}-{type(attack).__name__}")
+    pytest.param(*case.values, number, id=f"{case.id}-{type(attack).__name__}")
     for case in AT_THE_BOUND
-    for attack in (ATTACKS[:1] if case.id in ("MDA-9", "GDA-16") else ATTACKS)
+    for number, attack in enumerate(ATTACKS[:1] if case.id == "MDA-13" else ATTACKS)
 ]
 
 
@@ -76,7 +78,7 @@ def test_golden_values(rule, twin, num_agents, f):
         if trial % 3 == 2:
             received[order[0]], present[order[0]] = np.nan, True  # or sent nonsense
         own = int(order[-1])
-        result = rule(jnp.asarray(received), own=own, num_byzantine=f, present=present)
+        result = rule(received, own=own, num_byzantine=f, present=present)
         np.testing.assert_allclose(result, twin(received, own, f, present), rtol=1e-5)
 
 
@@ -97,8 +99,19 @@ def test_the_bounds_are_where_the_guarantees_end(rule, limit, halving):
 # Under the attacks of the library, which tell each receiver something else
 
 
+@dataclass(frozen=True)
+class OneOf(attacks.MessageAttack):
+    """The one of ATTACKS whose number is the iteration, so that all of them are one program."""
+
+    target: attacks.Target = "both"
+    needs_key: ClassVar[bool] = True
+
+    def lie(self, knowledge, receivers):
+        return lax.switch(knowledge.iteration, [attack.lie for attack in ATTACKS], knowledge, receivers)
+
+
 @partial(jax.jit, static_argnames=("rule", "attack", "f", "rounds"))
-def history(rule, attack, clouds, f, rounds):
+def history(rule, attack, clouds, f, rounds, iteration=0):
     """Honest vectors [cloud, round, K − f, d], the first before any round. The last f agents lie."""
     num_honest = clouds.shape[1] - f
 
@@ -111,6 +124,7 @@ def history(rule, attack, clouds, f, rounds):
                 attack=attack,
                 num_byzantine=f,
                 phase="parameters",
+                iteration=iteration,
                 key=jax.random.fold_in(key, number),
             )
             return agreed, agreed[:num_honest]
@@ -124,13 +138,15 @@ def history(rule, attack, clouds, f, rounds):
 @lru_cache
 def clouds():
     """Vectors [72, 16, 8]: 32 clouds of four kinds, then 40 Gaussian ones."""
-    mixed = honest_clouds(jax.random.key(0), 192, 16, 8)
-    return jnp.concatenate([mixed[:32], mixed[32::4]])
+    mixed = np.asarray(honest_clouds(jax.random.key(0), 192, 16, 8))
+    return np.concatenate([mixed[:32], mixed[32::4]])
 
 
 @pytest.mark.parametrize(("rule", "num_agents", "f", "rounds", "attack"), ATTACKED)
 def test_attacked_agents_agree(rule, num_agents, f, rounds, attack):
-    vectors = np.asarray(history(rule, attack, clouds()[:, :num_agents], f, 20), np.float64)
+    # After nine rounds MDA has agreed, after twelve the others have: more would show rounding errors only.
+    history_of = history(rule, OneOf(), clouds()[:, :num_agents], f, 9 if isinstance(rule, MDA) else 12, attack)
+    vectors = np.asarray(history_of, np.float64)
     check_one_round(rule, num_agents, f, vectors[:, :-1], vectors[:, 1:])
     left = spread(vectors, rule.per_coordinate)
     left = left / left[:, :1]
@@ -155,6 +171,24 @@ def test_without_agreement_nobody_moves():
 # Under lies written out for each receiver: received [receiver, sender, d], liars first
 
 
+@partial(jax.jit, static_argnames=("rule", "f"))
+def one_round(rule, received, present, f):
+    """One round at every honest receiver; where the rule does not tolerate f, past its check of that."""
+    num_agents = received.shape[1]
+
+    def one(rows, here, own):
+        if f <= rule.max_byzantine(num_agents):
+            return rule(rows, own=own, num_byzantine=f, present=here)
+        return rule.combine(Cloud.received(rows, here, num_agents - f, own), f, None)
+
+    return jax.vmap(one)(received, present, jnp.arange(f, num_agents))
+
+
+def on_a_line(values):
+    """Points [..., 2] with these first coordinates: in the plane, as all clouds here, so that programs are shared."""
+    return np.stack([values, np.zeros_like(values)], axis=-1)
+
+
 def with_lies(honest, lies):
     """What each honest agent receives, given the lies [receiver, f, d] told to it."""
     return np.concatenate([lies, np.broadcast_to(honest, (len(honest), *honest.shape))], axis=1).astype(np.float32)
@@ -173,15 +207,6 @@ def random_lies(rng, honest, f):
 
 @pytest.mark.parametrize(("rule", "num_agents", "f", "rounds"), AT_THE_BOUND)
 def test_no_random_lies_break_the_bounds(rule, num_agents, f, rounds):
-    @jax.jit
-    def agreed(received, present):
-        def one(rows, here, own):
-            return rule(rows, own=own, num_byzantine=f, present=here)
-
-        return jax.vmap(jax.vmap(one, in_axes=(0, 0, 0)), in_axes=(0, 0, None))(
-            received, present, f + jnp.arange(num_agents - f)
-        )
-
     rng = np.random.default_rng(num_agents)
     honest = rng.normal(size=(256, num_agents - f, 2))
     honest[::4, :, 1] = 0  # on a line
@@ -190,21 +215,10 @@ def test_no_random_lies_break_the_bounds(rule, num_agents, f, rounds):
     received = np.stack([with_lies(rows, random_lies(rng, rows, f)) for rows in honest])
     present = np.ones(received.shape[:3], bool)
     present[:, :, :f] = rng.random((256, num_agents - f, f)) < 0.9
-    after = np.asarray(agreed(received, present))
+    after = np.stack([one_round(rule, *both, f) for both in zip(received, present, strict=True)])
     check_one_round(rule, num_agents, f, honest, after)
     if isinstance(rule, MDA):  # the search is strong enough to refute that every round halves
         assert np.max(spread(after, False) / spread(honest, False)) > 0.5
-
-
-@partial(jax.jit, static_argnames=("rule", "f"))
-def unchecked(rule, received, present, f):
-    """One round at every honest receiver, whether or not the rule tolerates f."""
-    num_agents = received.shape[1]
-
-    def one(rows, here, own):
-        return rule.combine(Cloud.received(rows, here, num_agents - f, own), f, None)
-
-    return jax.vmap(one)(received, present, jnp.arange(f, num_agents))
 
 
 def worst_round(rule, honest, f, slack):
@@ -213,15 +227,15 @@ def worst_round(rule, honest, f, slack):
     """
     reach = {MDA: 1.0, GDA: 1.5, TrimmedMeanAgreement: 10.0}[type(rule)] - slack
     side = np.repeat([1, 0, -1], [f, len(honest) - 2 * f, f])
-    lies = np.broadcast_to((reach * np.ptp(honest) * side)[:, None, None], (len(honest), f, 1))
-    received = with_lies(honest, lies)
+    lies = on_a_line(reach * np.ptp(honest) * side)[:, None]
+    received = with_lies(honest, np.repeat(lies, f, axis=1))
     present = np.ones(received.shape[:2], bool)
     present[side == 0, :f] = False
-    return np.asarray(unchecked(rule, received, present, f))
+    return np.asarray(one_round(rule, received, present, f))
 
 
 def three_camps(num_agents, f):
-    return np.repeat([0.5, 0, -0.5], [f, num_agents - 3 * f, f])[:, None].astype(np.float32)
+    return on_a_line(np.repeat([0.5, 0, -0.5], [f, num_agents - 3 * f, f]).astype(np.float32))
 
 
 @pytest.mark.parametrize(("rule", "num_agents", "f", "rounds"), AT_THE_BOUND)
@@ -259,11 +273,11 @@ def test_further_beyond_the_bound_agents_can_be_driven_apart(rule, num_agents, f
 
 def test_two_camps_told_what_they_want_to_hear():
     """Five honest agents at 0, five at 1, and three liars who say 0 to the former and 1 to the latter: 0.2 and 0.8."""
-    honest = np.repeat([0.0, 1.0], 5)[:, None]
+    honest = on_a_line(np.repeat([0.0, 1.0], 5))
     received = with_lies(honest, np.repeat(honest[:, None], 3, axis=1))
-    after = unchecked(MDA(), received, np.ones(received.shape[:2], bool), 3)
-    np.testing.assert_allclose(after[:, 0], np.repeat([0.2, 0.8], 5), rtol=1e-5)
-    assert 0.5 < np.ptp(after) <= MDA().contraction(13, 3)
+    after = np.asarray(one_round(MDA(), received, np.ones(received.shape[:2], bool), 3))
+    np.testing.assert_allclose(after, on_a_line(np.repeat([0.2, 0.8], 5)), rtol=1e-5)
+    assert 0.5 < np.ptp(after[:, 0]) <= MDA().contraction(13, 3)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +287,7 @@ def test_two_camps_told_what_they_want_to_hear():
 )
 def test_receivers_can_drift_as_far_as_proven(rule, num_agents, lie, share):
     """Three honest agents at −1, the others at 0; everyone is told the same. With GDA those at −1 do not believe it."""
-    honest = np.repeat([-1.0, 0.0], [3, num_agents - 6])[:, None]
-    received = with_lies(honest, np.full((len(honest), 3, 1), lie))
-    after = np.asarray(unchecked(rule, received, np.ones(received.shape[:2], bool), 3))
+    honest = on_a_line(np.repeat([-1.0, 0.0], [3, num_agents - 6]))
+    received = with_lies(honest, on_a_line(np.full((len(honest), 3), lie)))
+    after = np.asarray(one_round(rule, received, np.ones(received.shape[:2], bool), 3))
     np.testing.assert_allclose(moved(honest, after, False), share * rule.drift(num_agents, 3), rtol=1e-3)

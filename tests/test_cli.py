@@ -7,23 +7,26 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
+from live_federation import until
 from matplotlib import pyplot
 from PIL import Image, ImageSequence
 
 from byzpg import Config, cli, envs, figures, load
 from byzpg.algorithms import ALGORITHMS
+from byzpg.cli.console import console
 from byzpg.envs import host
 from byzpg.registry import FAMILIES, summary
 from byzpg.results import Results
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
+Here = Callable[..., subprocess.CompletedProcess[str]]
 START = [sys.executable, "-c", "from byzpg.cli import main; main()"]
 OPTIONS = """
 algorithm = "ByzPG"
@@ -40,13 +43,29 @@ trajectories = 9999
 
 
 @pytest.fixture(autouse=True, scope="module")
-def shared_compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Each command is a process of its own, and would compile the same programs anew."""
+def wide() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compilations")))
         patch.setenv("COLUMNS", "150")
+        patch.setattr(console, "_width", 150)
         patch.delenv("XDG_RUNTIME_DIR", raising=False)
         yield
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Runs a command in this process and an empty folder, where Python and its modules are loaded already."""
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["byzpg", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return subprocess.CompletedProcess(sys.argv, code, *capsys.readouterr())
+
+    return run
 
 
 def byzpg(*arguments: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -135,18 +154,23 @@ def test_options_on_the_line_come_before_those_in_the_file(run: Path) -> None:
     assert command[1:] == ["train", "--config", "tiny.toml", "--trajectories", "60", "--attack", "sign-flip"]
 
 
-def test_a_second_ctrl_c_stops_at_once(run: Path, tmp_path: Path) -> None:
-    line = ["train", "--config", run / "config.json", "--directory", "again"]
-    with subprocess.Popen([*START, *map(str, line)], stdout=-1, stderr=-1, text=True, cwd=tmp_path) as training:
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    """Even if a block never ends: its first step waits for a file that does not come."""
+    options = ["--env", "host_tasks:patient", "--num-agents", "2", "--num-byzantine", "0", "--num-seeds", "1"]
+    line = [*START, "train", "--directory", "run", *options]
+    told = {"BYZPG_WAIT": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(line, stdout=-1, stderr=-1, text=True, cwd=tmp_path, env=os.environ | told) as training:
         assert training.stdout is not None
-        for number in (2, 1):  # the two runs; that it will stop
-            for _ in range(number):
-                training.stdout.readline()
-            training.send_signal(signal.SIGINT)
-        _, errors = training.communicate(timeout=300)
+        until(lambda: (tmp_path / "process").exists() or training.poll() is not None, "it is in the midst of a block")
+        training.send_signal(signal.SIGINT)
+        for said in training.stdout:
+            if said.startswith("Stopping after this block"):
+                break
+        training.send_signal(signal.SIGINT)
+        _, errors = training.communicate()
     assert training.returncode == 130
-    assert errors == "Stopped. To go on from here: byzpg resume again\n"
-    assert not (tmp_path / "again" / "checkpoint.npz").exists()
+    assert errors == "Stopped. To go on from here: byzpg resume run\n"
+    assert not (tmp_path / "run" / "checkpoint.npz").exists()
 
 
 def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: Path) -> None:
@@ -156,7 +180,7 @@ def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: P
         assert training.stdout is not None
         first = training.stdout.readline()
         training.send_signal(signal.SIGINT)
-        said, errors = training.communicate(timeout=300)
+        said, errors = training.communicate()
     assert "ByzPG with RFA on CartPole-v1" in first
     assert training.returncode == 130, said + errors
     assert "Stopping after this block of iterations; Ctrl-C again stops at once." in said
@@ -193,8 +217,8 @@ def test_the_next_run_gets_the_next_number(tmp_path: Path, monkeypatch: pytest.M
 # Looking at runs
 
 
-def test_plot_compares_runs(run: Path, tmp_path: Path) -> None:
-    done = byzpg("plot", run, run / "plain-averaging", "--output", "both.svg", "--title", "Ours [1]", folder=tmp_path)
+def test_plot_compares_runs(run: Path, tmp_path: Path, here: Here) -> None:
+    done = here("plot", run, run / "plain-averaging", "--output", "both.svg", "--title", "Ours [1]")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Picture: both.svg" in done.stdout
     assert list(contents(tmp_path)) == ["both.svg"]
@@ -252,9 +276,9 @@ def gymnasium_returns(run: Run, episodes: int) -> list[float]:
     return returns
 
 
-def test_play_shows_the_policy_in_the_real_environment(run: Path, tmp_path: Path) -> None:
+def test_play_shows_the_policy_in_the_real_environment(run: Path, tmp_path: Path, here: Here) -> None:
     options = ["--episodes", "3", "--seed", "5", "--index", "1", "--output", "play.gif"]
-    done = byzpg("play", run, *options, folder=tmp_path)
+    done = here("play", run, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     returns = gymnasium_returns(load(run), 3)
@@ -266,7 +290,7 @@ def test_play_shows_the_policy_in_the_real_environment(run: Path, tmp_path: Path
     assert len(set(frames)) > 3
     assert len(frames) <= returns[0] / 2 + 1
 
-    sampled = byzpg("play", run, *options, "--sample", folder=tmp_path)
+    sampled = here("play", run, *options, "--sample")
     assert sampled.returncode == 0, sampled.stdout + sampled.stderr
     assert shown not in sampled.stdout
 
@@ -283,8 +307,8 @@ def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path:
     assert contents(run) == before
 
 
-def test_list_names_and_explains_everything(tmp_path: Path) -> None:
-    done = byzpg("list", folder=tmp_path)
+def test_list_names_and_explains_everything(here: Here) -> None:
+    done = here("list")
     assert done.returncode == 0, done.stdout + done.stderr
     words = " ".join(done.stdout.split())
     for name, algorithm in ALGORITHMS.items():
@@ -295,8 +319,8 @@ def test_list_names_and_explains_everything(tmp_path: Path) -> None:
         assert f"{kind} {text}" in words
 
 
-def test_help_is_worth_reading(tmp_path: Path) -> None:
-    done = byzpg("train", "--help", folder=tmp_path)
+def test_help_is_worth_reading(here: Here) -> None:
+    done = here("train", "--help")
     assert done.returncode == 0
     text = " ".join(done.stdout.replace("│", " ").split())
     for line in (
@@ -311,8 +335,8 @@ def test_help_is_worth_reading(tmp_path: Path) -> None:
 # Certificates
 
 
-def test_certify_prints_every_rule_and_draws_a_picture(tmp_path: Path) -> None:
-    done = byzpg("certify", "--num-agents", "4", "--num-byzantine", "1", "--trials", "4", folder=tmp_path)
+def test_certify_prints_every_rule_and_draws_a_picture(tmp_path: Path, here: Here) -> None:
+    done = here("certify", "--num-agents", "4", "--num-byzantine", "1", "--trials", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("Mean()", "RFA()", "NNM(TrimmedMean())", "Bulyan()"):
         assert name in done.stdout
@@ -323,7 +347,7 @@ def test_certify_prints_every_rule_and_draws_a_picture(tmp_path: Path) -> None:
 # Experiments
 
 
-def test_reproduce_draws_keeps_and_reports(tmp_path: Path) -> None:
+def test_reproduce_draws_keeps_and_reports(tmp_path: Path, here: Here) -> None:
     line = ("reproduce", "fig1", "--task", "CartPole-v1", "--seeds", "2", "--trajectories", "20")
     done = byzpg(*line, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -346,7 +370,7 @@ def test_reproduce_draws_keeps_and_reports(tmp_path: Path) -> None:
     assert "_run_block" not in again.stderr
     assert "seconds" not in Results.load(folder / f"{name}.npz").provenance, "those of the training are not known here"
 
-    page = byzpg("report", folder / f"{name}.npz", "--figures", "pictures", folder=tmp_path)
+    page = here("report", folder / f"{name}.npz", "--figures", "pictures")
     assert page.returncode == 0, page.stdout + page.stderr
     assert "byzpg reproduce fig1" in (tmp_path / "report.html").read_text()
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == pictures
@@ -407,6 +431,8 @@ BAD: dict[str, list[str]] = {
 # Each line in a process of its own, but Python and its modules are loaded once.
 RUNNER = """
 import json, os, sys
+import gymnasium  # this and the next are what some lines need
+import byzpg.report
 from byzpg.cli import main
 outcomes = []
 for line in json.loads(sys.argv[1]):

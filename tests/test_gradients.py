@@ -461,9 +461,14 @@ def estimate_all(episodes: Episodes) -> dict[str, Array]:
     """Of every estimator [agent, d]: of ∇J(θ_t), or where it weighs, of ∇J(θ_{t−1}), from episodes played at θ_t."""
     clock, num_agents = Clock(HORIZON), len(episodes.lengths)
     parameters, previous = (jnp.tile(theta, (num_agents, 1)) for theta in (PARAMETERS, PREVIOUS))
+    cases = UNBIASED | BIASED
+    plain = {
+        estimator: gradient(POLICY, parameters, episodes, estimator, DISCOUNT, clock)
+        for estimator in dict.fromkeys(estimator for estimator, _ in cases.values())
+    }
     estimates = {}
-    for name, (estimator, importance) in (UNBIASED | BIASED).items():
-        estimates[name] = gradient(POLICY, parameters, episodes, estimator, DISCOUNT, clock)
+    for name, (estimator, importance) in cases.items():
+        estimates[name] = plain[estimator]
         if importance is not None:
             nothing = jnp.zeros_like(parameters)
             corrected, _ = corrected_gradient(

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_federation import NAMES
+from live_federation import NAMES, free_ports
 
 from byzpg import load
-from byzpg.live.links import free_ports
 from byzpg.live.manifest import Manifest
 
 TASK = """
@@ -119,9 +118,9 @@ def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
 
 
 def test_a_demonstration_with_a_task_of_ones_own_and_a_liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_task.py").write_text(TASK)
+    (tmp_path / "short_cartpole.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
-    options = ["--env", "my_task:make", "--large-batch", "3", "--trajectories", "9", "--rounds", "1"]
+    options = ["--env", "short_cartpole:make", "--large-batch", "3", "--trajectories", "9", "--rounds", "1"]
     said = byzpg("federation", "demo", "--liar", "equivocate", *options, folder=tmp_path)
     assert "erin attacks with equivocate" in said
     made = tmp_path / "federation-demo"

@@ -1,5 +1,6 @@
 """One real federation in network namespaces, and everything that can happen to it, one thing after the other."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ TINY: dict[str, Any] = {
     "trajectories": 400_000,
     "seed": 1,
 }
-TIMES = Times(grace=0.4, start_grace=300.0, retry=0.2)
+TIMES = Times(grace=0.4, start_grace=300.0, retry=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +42,27 @@ def others(*without: str) -> list[str]:
 
 
 def test_a_slow_start_costs_nobody_a_round(federation: Federation) -> None:
+    """Every member waits for all others at the start barrier, step 0; later on, a busy machine may make one late."""
     for name in NAMES:
-        first = federation.events(name, "iteration")[0]
-        without = [event for event in federation.events(name, "without") if event["time"] < first["time"]]
-        assert not without
+        assert 0 not in [event["step"] for event in federation.events(name, "without")]
 
 
 def test_a_frozen_member_stalls_nobody_and_catches_up(federation: Federation) -> None:
     federation.signal("dave", signal.SIGSTOP)
     try:
         federation.wait_for_iterations(4, *others("dave"))
-        assert federation.events("alice", "without")[-1]["missing"] == ["dave"]
+        assert ["dave"] in [event["missing"] for event in federation.events("alice", "without")]
     finally:
         federation.signal("dave", signal.SIGCONT)
     federation.wait_until_together(*NAMES)
 
 
 def test_a_killed_member_rejoins_with_what_the_others_have(federation: Federation) -> None:
-    before = federation.iteration("bob")
     federation.kill("bob")
+    before, rejoins = federation.iteration("bob"), len(federation.events("bob", "rejoin"))
     federation.wait_for_iterations(5, *others("bob"))
     federation.start("bob")
-    rejoined = until(lambda: federation.events("bob", "rejoin"), "bob has rejoined")[0]
+    rejoined = until(lambda: federation.events("bob", "rejoin")[rejoins:], "bob has rejoined")[0]
     assert rejoined["iteration"] > before + 2
     assert len(rejoined["states"]) >= 4
     federation.wait_until_together(*NAMES)
@@ -77,18 +77,19 @@ def test_a_member_killed_and_started_at_once_needs_no_states(federation: Federat
         federation.start("erin")
         # Until she is one of a quorum again: merely up, her links may still be coming, and alice would not wait.
         federation.wait_for_iterations(1, "erin")
+        assert len(federation.events("erin", "rejoin")) == rejoins
     finally:
         federation.signal("alice", signal.SIGCONT)
     federation.wait_until_together(*NAMES)
-    assert len(federation.events("erin", "rejoin")) == rejoins
 
 
 def test_a_partition_and_its_end(federation: Federation) -> None:
+    alarms = len(federation.events("carol", "stalled"))
     drop(federation, "carol", 100)
     try:
         federation.wait_for_iterations(4, *others("carol"))
         alone = federation.iteration("carol")
-        until(lambda: federation.events("carol", "stalled"), "carol says that she is alone")
+        until(lambda: len(federation.events("carol", "stalled")) > alarms, "carol says that she is alone")
         assert federation.iteration("carol") <= alone + 1
     finally:
         drop(federation, "carol", 0)
@@ -111,14 +112,18 @@ def test_without_a_quorum_nothing_moves_until_one_returns(federation: Federation
     alarms = {name: len(federation.events(name, "stalled")) for name in ("alice", "bob", "carol")}
     for name in ("dave", "erin"):
         federation.signal(name, signal.SIGSTOP)
+
+    def stalled() -> bool:
+        """All three at the same step: one that is still behind another could go on."""
+        last = [federation.events(name, "stalled")[before:][-1:] for name, before in alarms.items()]
+        return all(last) and len({events[0]["step"] for events in last}) == 1
+
     try:
-        for name, before in alarms.items():
-            until(lambda name=name, before=before: len(federation.events(name, "stalled")) > before, f"{name} alarms")
-        stalled = federation.events("alice", "stalled")[-1]
-        assert {"dave", "erin"} <= set(stalled["missing"])
+        until(stalled, "alice, bob and carol raise the alarm")
+        assert {"dave", "erin"} <= set(federation.events("alice", "stalled")[-1]["missing"])
         still = {name: federation.iteration(name) for name in alarms}
         states = {name: (federation.directory(name) / "checkpoints.bin").read_bytes() for name in alarms}
-        time.sleep(5 * TIMES.grace)
+        time.sleep(5 * TIMES.grace)  # long enough for several steps, if one could end
         for name in alarms:
             assert federation.iteration(name) == still[name]
             assert (federation.directory(name) / "checkpoints.bin").read_bytes() == states[name]
@@ -131,53 +136,58 @@ def test_without_a_quorum_nothing_moves_until_one_returns(federation: Federation
     federation.wait_until_together(*NAMES)
 
 
-# Callers that should not be heard. Each prints how it was refused.
-CALLER = """
-import asyncio, sys
+# Callers that should not be heard, one after the other. It prints how each was refused.
+CALLERS = """
+import asyncio, json, sys
 from pathlib import Path
-from typing import Any
 import grpc
 from grpc import aio
 from byzpg.live import links
-from byzpg.live.identity import generate, read_key
+from byzpg.live.identity import generate
 from byzpg.live.manifest import Manifest
 
-folder, how = Path(sys.argv[1]), sys.argv[2]
-manifest = Manifest.load(folder / "federation.toml")
+manifest = Manifest.load(Path(sys.argv[1]) / "federation.toml")
 victim = manifest.members[0]
 root, name = victim.certificate.encode(), [("grpc.ssl_target_name_override", victim.name)]
 stranger, private = generate("mallory", "10.77.0.6:7700")
 
-async def main():
+def channel_of(how):
     if how == "plaintext":
-        channel = aio.insecure_channel(victim.address)
-    elif how == "no certificate":
-        channel = aio.secure_channel(victim.address, grpc.ssl_channel_credentials(root), name)
-    elif how == "foreign certificate":
-        credentials = grpc.ssl_channel_credentials(root, private.tls, stranger.certificate.encode())
-        channel = aio.secure_channel(victim.address, credentials, name)
-    elif how == "copied certificate":  # a member's card is public, its key is not
-        member = manifest.members[4].certificate.encode()
-        channel = aio.secure_channel(victim.address, grpc.ssl_channel_credentials(root, private.tls, member), name)
-    call = channel.stream_stream(f"/{links.SERVICE}/{links.LINK}")(timeout=20)
+        return aio.insecure_channel(victim.address)
+    if how == "no certificate":
+        return aio.secure_channel(victim.address, grpc.ssl_channel_credentials(root), name)
+    certificates = {
+        "foreign certificate": stranger.certificate,
+        "copied certificate": manifest.members[4].certificate,  # a member's card is public, its key is not
+    }
+    credentials = grpc.ssl_channel_credentials(root, private.tls, certificates[how].encode())
+    return aio.secure_channel(victim.address, credentials, name)
+
+async def call(how):
     try:
-        await call.write(manifest.canonical)
-        print("ANSWERED" if isinstance(await call.read(), bytes) else "CLOSED")
+        async with channel_of(how) as channel:
+            call = channel.stream_stream(f"/{links.SERVICE}/{links.LINK}")(timeout=20)
+            await call.write(manifest.canonical)
+            return "ANSWERED" if isinstance(await call.read(), bytes) else "CLOSED"
     except (aio.AioRpcError, ValueError, RuntimeError) as error:
-        print("REFUSED", getattr(error, "code", lambda: error)())
-    await channel.close()
+        return f"REFUSED {getattr(error, 'code', lambda: error)()}"
+
+async def main():
+    print(json.dumps({how: await call(how) for how in sys.argv[2:]}))
 
 asyncio.run(main())
 """
+STRANGERS = ("plaintext", "no certificate", "foreign certificate", "copied certificate")
 
 
-@pytest.mark.parametrize("how", ["plaintext", "no certificate", "foreign certificate", "copied certificate"])
-def test_strangers_are_not_heard(federation: Federation, how: str) -> None:
+def test_strangers_are_not_heard(federation: Federation) -> None:
     linked = len(federation.events("alice", "linked"))
-    command = federation.inside("outsider", [sys.executable, "-c", CALLER, str(federation.folder), how])
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert "REFUSED" in done.stdout or "CLOSED" in done.stdout or done.returncode, done.stdout + done.stderr
-    assert "ANSWERED" not in done.stdout
+    command = federation.inside("outsider", [sys.executable, "-c", CALLERS, str(federation.folder), *STRANGERS])
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert tuple(answers) == STRANGERS
+    assert all(words == "CLOSED" or words.startswith("REFUSED") for words in answers.values()), answers
     assert len(federation.events("alice", "linked")) == linked
     federation.wait_for_iterations(1, *NAMES)
 
@@ -213,7 +223,7 @@ async def attempt(what, frames):
         await channel.close()
 
 async def main():
-    await attempt("gigabyte", [bytes(2**30)])
+    await attempt("large", [bytes(2**28)])
     await attempt("flood", [b"nonsense" * 30] * 60)
     await attempt("again", [])
 
@@ -221,7 +231,7 @@ asyncio.run(main())
 """
 
 SLOW = """
-import socket, sys, time
+import socket, sys
 connections = []
 for _ in range(200):
     try:
@@ -230,7 +240,7 @@ for _ in range(200):
     except OSError:
         pass
 print(len(connections), flush=True)
-time.sleep(8)
+sys.stdin.read()
 """
 
 
@@ -240,7 +250,7 @@ def memory(federation: Federation, name: str) -> int:
     return int(next(line for line in statuses if line.startswith("VmRSS")).split()[1]) * 1024
 
 
-def test_a_gigabyte_in_one_frame_is_refused_before_it_is_read_and_a_flood_is_cut_off(federation: Federation) -> None:
+def test_a_large_frame_is_refused_before_it_is_read_and_a_flood_is_cut_off(federation: Federation) -> None:
     federation.kill("alice")
     before = memory(federation, "bob")
     command = federation.inside("alice", [sys.executable, "-c", TRAITOR, str(federation.folder)])
@@ -250,10 +260,10 @@ def test_a_gigabyte_in_one_frame_is_refused_before_it_is_read_and_a_flood_is_cut
         largest = max(largest, memory(federation, "bob"))
         time.sleep(0.05)
     output = "".join(traitor.communicate())
-    assert "gigabyte StatusCode.RESOURCE_EXHAUSTED" in output, output
+    assert "large StatusCode.RESOURCE_EXHAUSTED" in output, output
     assert "again StatusCode.PERMISSION_DENIED too many bad messages" in output, output
     assert "flood" in {event["reason"] for event in federation.events("bob", "refused")}
-    assert largest - before < 2**27
+    assert largest - before < 2**27, "half of the frame"
     federation.wait_for_iterations(2, *others("alice"))
     federation.start("alice")
     federation.wait_until_together(*NAMES)
@@ -262,8 +272,9 @@ def test_a_gigabyte_in_one_frame_is_refused_before_it_is_read_and_a_flood_is_cut
 def test_connections_that_never_say_anything_cost_nobody_anything(federation: Federation) -> None:
     before = memory(federation, "alice")
     command = federation.inside("outsider", [sys.executable, "-c", SLOW])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as loris:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as loris:
         assert loris.stdout is not None
         assert int(loris.stdout.readline()) > 100
         federation.wait_for_iterations(3, *NAMES)
         assert memory(federation, "alice") - before < 2**27
+        loris.communicate()  # closes its input, and so ends it

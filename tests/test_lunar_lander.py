@@ -50,6 +50,7 @@ LANDER = LunarLander()
 STEP = jax.jit(LANDER.step)
 # One size for all, since compiling takes longer than playing.
 RESET = jax.jit(jax.vmap(LANDER.reset))
+OBSERVE = jax.jit(LANDER.observe)
 
 
 @cache
@@ -104,7 +105,7 @@ def test_first_states_are_gymnasiums() -> None:
     heights, force = (np.stack([each[i] for each in drawn], axis=1).astype(np.float32) for i in (0, 1))
     noise = np.stack([each[2][0] for each in drawn], axis=1).astype(np.float32)
     ours = jax.jit(LANDER.first)(tuple(heights), tuple(force), tuple(noise))
-    np.testing.assert_allclose(np.stack(LANDER.observe(ours), axis=-1), observed, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(np.stack(OBSERVE(ours), axis=-1), observed, rtol=0, atol=2e-6)
     theirs: State = jax.tree.map(lambda *leaves: np.stack(leaves), *expected)
     np.testing.assert_allclose(ours.ground, theirs.ground, rtol=1e-6)
     for leg, other in zip(ours.legs, theirs.legs, strict=True):
@@ -115,7 +116,7 @@ def test_first_states_are_gymnasiums() -> None:
 def test_reset_is_gymnasiums_distribution() -> None:
     states = [RESET(jax.random.split(jax.random.key(i), BATCH)) for i in range(30)]
     assert all(leaf.dtype == jnp.float32 and leaf.shape == (BATCH,) for leaf in jax.tree.leaves(states[0]))
-    seen = np.concatenate([np.stack(LANDER.observe(state), axis=-1) for state in states])
+    seen = np.concatenate([np.stack(OBSERVE(state), axis=-1) for state in states])
     assert seen.shape == (30 * BATCH, LANDER.observation_size)
     # A push of ±1000 N for 1/50 s, shared out over hull and legs, in units of the observation.
     with np.load(RECORDED) as arrays:
@@ -228,10 +229,7 @@ def flush_legs(tilts: Any, velocity: Velocity) -> tuple[Any, Any]:
     )
 
 
-@pytest.mark.parametrize(
-    "way", [Loops(in_kernels=False), Loops(in_kernels=True, interpret=True)], ids=["chunks", "kernels"]
-)
-def test_the_velocity_solver_does_not_stop_before_its_180_rounds_are_over_or_nothing_moves(way: Loops) -> None:
+def test_the_velocity_solver_does_not_stop_before_its_180_rounds_are_over_or_nothing_moves() -> None:
     tilts: Any = np.linspace(-0.9, 0.9, 45).astype(np.float32)
     falling = Velocity((0.1 * tilts, 0 * tilts - 1), 0 * tilts)
     constants, state = flush_legs(tilts, falling)
@@ -241,12 +239,12 @@ def test_the_velocity_solver_does_not_stop_before_its_180_rounds_are_over_or_not
     def plain(state: Any) -> Any:
         return jax.lax.fori_loop(0, 180, lambda _, state: velocity_round(constants, state, going)[0], state)
 
-    @jax.jit
-    def ours(state: Any) -> Any:
-        return way.rounds(velocity_round, 180, constants, state, going, 6, 16)[0]
-
-    for one, other in zip(jax.tree.leaves(ours(state)), jax.tree.leaves(plain(state)), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-4)
+    expected = jax.tree.leaves(plain(state))
+    for way in (Loops(in_kernels=False), Loops(in_kernels=True, interpret=True)):
+        ours = jax.jit(partial(way.rounds, velocity_round, 180, usual=6, chunk=16))
+        solved, _ = ours(constants, state, going)
+        for one, other in zip(jax.tree.leaves(solved), expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-4, err_msg="kernels" if way.in_kernels else "chunks")
 
 
 def test_the_highest_ground_is_that_of_dense_sampling() -> None:
@@ -258,8 +256,8 @@ def test_the_highest_ground_is_that_of_dense_sampling() -> None:
         np.interp(a + shares * (b - a), np.arange(11) * 2.0, heights).max()
         for a, b, heights in zip(left, right, ground.T, strict=True)
     ]
-    found = highest(tuple(jnp.asarray(ground, jnp.float32)), jnp.asarray(left), jnp.asarray(right))
-    assert np.all(np.asarray(found) >= np.array(dense) - 1e-4)
+    found = np.asarray(jax.jit(highest)(tuple(ground.astype(np.float32)), left, right))
+    assert np.all(found >= np.array(dense) - 1e-4)
     inside = (left > 0) & (right < 20)
     np.testing.assert_allclose(found[inside], np.array(dense)[inside], atol=0.02)
 
@@ -268,33 +266,38 @@ def test_the_highest_ground_is_that_of_dense_sampling() -> None:
 def test_what_is_out_of_reach_is_not_hit(shape: Shape) -> None:
     rng, number = np.random.default_rng(5), 4000
 
-    def drawn(low: float, high: float) -> jax.Array:
-        return jnp.asarray(rng.uniform(low, high, number), jnp.float32)
+    def drawn(low: float, high: float) -> Any:
+        return rng.uniform(low, high, number).astype(np.float32)
 
-    rise, zero = drawn(-2, 2), jnp.zeros(number)
-    length = jnp.sqrt(4 + rise * rise)
+    @jax.jit
+    def measured(start: Pose, end: Pose, edge: Edge) -> Any:
+        clear, slow = (out_of_reach(shape, start, end, edge, gap) for gap in (THICKNESS, IMPACT_DISTANCE))
+        hit, _ = impact(shape, start, end, edge, clear == clear)
+        return clear, slow, hit, collide(shape, start, edge).keys[0] >= 0
+
+    rise: Any = drawn(-2, 2)
+    zero: Any = np.zeros(number, np.float32)
+    length = np.sqrt(4 + rise * rise)
     edge = Edge((zero, zero), (zero + 2, rise), (-rise / length, 2 / length))
     start = Pose((drawn(-1, 3), drawn(-0.5, 2.5)), drawn(-3, 3))
     end = Pose(
         (start.position[0] + drawn(-0.2, 0.2), start.position[1] + drawn(-0.3, 0.1)), start.angle + drawn(-1, 1) / 5
     )
-    clear = np.asarray(out_of_reach(shape, start, end, edge, THICKNESS))
-    hit, _ = jax.jit(partial(impact, shape))(start, end, edge, zero == 0)
-    touching = collide(shape, start, edge).keys[0] >= 0
-    assert np.sum(np.asarray(hit)) > 50
+    clear, slow, hit, touching = map(np.asarray, measured(start, end, edge))
+    assert np.sum(hit) > 50
     assert np.mean(clear) > 0.3
-    assert not np.any(clear & np.asarray(hit | touching))
-    slow = np.asarray(out_of_reach(shape, start, end, edge, IMPACT_DISTANCE))
-    assert not np.any(slow & np.asarray(hit))
+    assert not np.any(clear & (hit | touching))
+    assert not np.any(slow & hit)
 
 
 def test_a_leg_that_touches_is_never_easy() -> None:
     state, _ = some_states()
-    assert np.any(np.asarray(LANDER.easy(state)))
+    easy = jax.jit(LANDER.easy)
+    assert np.any(np.asarray(easy(state)))
     left, right = state.legs
     contact = left.contacts[1]._replace(keys=(jnp.zeros(BATCH), left.contacts[1].keys[1]))
     touching = state._replace(legs=(left._replace(contacts=(left.contacts[0], contact)), right))
-    assert not np.any(np.asarray(LANDER.easy(touching)))
+    assert not np.any(np.asarray(easy(touching)))
 
 
 @pytest.mark.slow

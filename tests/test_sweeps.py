@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from live_federation import until
 from PIL import Image
 
 from byzpg import Config, cli, figures, load, train
@@ -176,9 +176,7 @@ def test_a_worker_that_is_killed_at_its_start_is_started_again(tmp_path: Path) -
     workers = LocalWorkers(tmp_path, 2, 2)
     try:
         workers._workers[1].process.kill()
-        deadline = time.monotonic() + 120
-        while len(workers.idle()) < 2 and time.monotonic() < deadline:
-            assert workers.wait(0.2) is None
+        until(lambda: workers.wait(0.2) is None and len(workers.idle()) == 2, "both are there")
         assert workers.idle() == [0, 1]
     finally:
         workers.close()
@@ -328,13 +326,6 @@ def tasks() -> Iterator[None]:
         yield
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "in vain"
-        time.sleep(0.02)
-
-
 def processes_of(folder: Path) -> list[int]:
     """Those that were told to wait there, and whatever these have started."""
     found, wanted = [], f"BYZPG_WAIT={folder}".encode()
@@ -357,7 +348,7 @@ class Command:
     def caught(self) -> int:
         """The process that is in the midst of the cell."""
         noted = self.folder / "process"
-        until(lambda: noted.exists() or self.process.poll() is not None, 180)
+        until(lambda: noted.exists() or self.process.poll() is not None, "a cell is being trained")
         assert noted.exists(), self.process.communicate()
         return int(noted.read_text())
 
@@ -365,7 +356,7 @@ class Command:
         (self.folder / "go").touch()
 
     def said(self) -> tuple[str, str]:
-        return self.process.communicate(timeout=240)
+        return self.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -417,7 +408,7 @@ def survive(command: Command) -> None:
     assert "lost its worker (attempt 1 of 3, to be tried again): " in out
     assert "40 of 40 cells, 0 running; 100% of all after" in out
     assert "Return of honest agents: mean ± standard deviation over seeds" in out
-    until(lambda: not processes_of(command.folder), 10)
+    until(lambda: not processes_of(command.folder), "all processes have ended")
 
 
 @pytest.fixture(scope="module")
@@ -505,13 +496,13 @@ def test_workers_end_with_whoever_started_them(
         os.killpg(command.process.pid, how)  # as a terminal does
         output = command.process.stdout
         assert output is not None
-        until(lambda: "Stopping after the blocks" in output.readline())
+        until(lambda: "Stopping after the blocks" in output.readline(), "it says that it will stop")
     else:
         command.process.kill()
         command.process.wait()
     command.go()
     out, errors = command.said()
-    until(lambda: not processes_of(command.folder), 20)
+    until(lambda: not processes_of(command.folder), "all processes have ended")
     if how == signal.SIGINT:
         assert command.process.returncode == 130, out
         assert errors == "Stopped. To go on from here: byzpg sweep one.toml\n"

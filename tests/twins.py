@@ -13,28 +13,18 @@ def present_rows(received: np.ndarray, f: int, present: np.ndarray | None = None
     """The usable rows in float64, the faults left after the dropped rows, the rows' original positions."""
     received = np.asarray(received, dtype=np.float64)
     here = np.ones(len(received), dtype=bool) if present is None else np.asarray(present, dtype=bool)
-    usable = []
-    for i, row in enumerate(received):
-        if here[i] and np.all(np.isfinite(row)):
-            with np.errstate(over="ignore"):
-                norm = np.linalg.norm(row)
-            if norm < 1e18:
-                usable.append(i)
-    f_left = f - (len(received) - len(usable))
-    if f_left < 0:
-        raise ValueError(f"{len(received) - len(usable)} unusable rows, but only f = {f} may be faulty")
-    index = np.array(usable, dtype=int)
-    return received[index], f_left, index
+    with np.errstate(over="ignore", invalid="ignore"):
+        short = np.linalg.norm(received, axis=1) < 1e18  # False for NaN and infinity
+    index = np.flatnonzero(here & short)
+    num_unusable = len(received) - len(index)
+    if num_unusable > f:
+        raise ValueError(f"{num_unusable} unusable rows, but only f = {f} may be faulty")
+    return received[index], f - num_unusable, index
 
 
 def squared_distances(rows: np.ndarray) -> np.ndarray:
     """The [n, n] matrix of squared Euclidean distances."""
-    n = len(rows)
-    result = np.zeros((n, n))
-    for i in range(n):
-        for j in range(n):
-            result[i, j] = np.sum((rows[i] - rows[j]) ** 2)
-    return result
+    return np.sum((rows[:, None] - rows[None, :]) ** 2, axis=-1)
 
 
 def diameter(rows: np.ndarray) -> float:
@@ -44,8 +34,7 @@ def diameter(rows: np.ndarray) -> float:
 
 def nearest(rows: np.ndarray, pivot: int, count: int) -> np.ndarray:
     """Positions of the `count` rows nearest to rows[pivot], itself included; ties to the lowest position."""
-    distances = np.array([np.sum((row - rows[pivot]) ** 2) for row in rows])
-    return np.argsort(distances, kind="stable")[:count]
+    return np.argsort(np.sum((rows - rows[pivot]) ** 2, axis=1), kind="stable")[:count]
 
 
 def mean_around_median(rows: np.ndarray, count: int) -> np.ndarray:
@@ -84,7 +73,7 @@ def trimmed_mean(received: np.ndarray, f: int, present: np.ndarray | None = None
 
 def krum_scores(rows: np.ndarray, count: int) -> np.ndarray:
     """For each row, the sum of its `count` least squared distances, the zero to itself included."""
-    return np.array([np.sort(line)[:count].sum() for line in squared_distances(rows)])
+    return np.sort(squared_distances(rows), axis=1)[:, :count].sum(axis=1)
 
 
 def krum(received: np.ndarray, f: int, present: np.ndarray | None = None, neighbours: str = "paper") -> np.ndarray:
@@ -136,8 +125,9 @@ def mda_subset(received: np.ndarray, f: int, present: np.ndarray | None = None) 
     keep = len(rows) - f
     order = np.argsort(krum_scores(rows, keep), kind="stable")
     distances = np.sqrt(squared_distances(rows))
-    best = min(combinations(order, keep), key=lambda subset: distances[np.ix_(subset, subset)].max())
-    return np.sort(index[list(best)])
+    subsets = np.array(list(combinations(order, keep)))
+    diameters = distances[subsets[:, :, None], subsets[:, None, :]].max(axis=(1, 2))
+    return np.sort(index[subsets[np.argmin(diameters)]])
 
 
 def mda(received: np.ndarray, f: int, present: np.ndarray | None = None) -> np.ndarray:

@@ -42,7 +42,8 @@ class CommonCoin:
 
     def is_large(self, iteration: int, switch_probability: float) -> bool:
         """Whether an iteration samples the large batch: the first one always, any other with probability p."""
-        return iteration == 0 or self.uniform("large batch", iteration) < switch_probability
+        # Where p = 1 there is nothing to toss for, and a long run has very many iterations.
+        return iteration == 0 or switch_probability == 1 or self.uniform("large batch", iteration) < switch_probability
 
     def output_iteration(self, num_iterations: int) -> int:
         """The iteration T̂ whose parameters are the result: uniform in 0 to num_iterations − 1."""

@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from byzpg.attacks import Attack
 from byzpg.envs import Environment
+from byzpg.envs.loops import by_platform
 from byzpg.kernels import Played, Playing, fits_kernel, play_in_kernel
 from byzpg.policies import Policy
 
@@ -130,7 +131,7 @@ def rollout(
             mischief = env.action_space.uniform(draws(MISCHIEF, piece, env.action_space.size))
         mine, chance = jnp.split(draws(NOISE, piece, policy.noise_size + env.noise_size), [policy.noise_size], axis=-1)
         noise = jnp.concatenate([policy.deviates(mine), chance], axis=-1)
-        playing, played = lax.platform_dependent(
+        playing, played = by_platform(
             *(agents, playing, times, noise, mischief),
             cuda=in_a_kernel if fits_kernel(env, policy) else in_a_loop,
             default=in_a_loop,

@@ -116,6 +116,13 @@ class Loops:
         return _in_kernel(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)), leaves, self.interpret)
 
 
+def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[..., Result]) -> Result:
+    """`lax.platform_dependent`, but where there are only CPUs, the kernel is not even traced: that takes long."""
+    if jax.default_backend() == "cpu":
+        return default(*arguments)
+    return lax.platform_dependent(*arguments, cuda=cuda, default=default)
+
+
 def _in_kernel(function: Callable[..., Result], leaves: Sequence[Array], interpret: bool) -> Result:
     from jax.experimental import pallas as pl  # slow to import, and only GPUs need it
     from jax.experimental.pallas import triton

@@ -52,7 +52,7 @@ from byzpg.envs.box2d import (
     warmed,
     without_approach,
 )
-from byzpg.envs.loops import Loops, choose, once, some, stacked, together
+from byzpg.envs.loops import Loops, by_platform, choose, once, some, stacked, together
 from byzpg.spaces import Box, Discrete
 
 # gymnasium.envs.box2d.lunar_lander, lengths in metres: pixels / 30.
@@ -768,7 +768,7 @@ class LunarLander(Component):
         def in_kernels(state: State, *given: Any) -> tuple[State, Array, Array]:
             return self.following(Loops(in_kernels=True), False, state.ended == 0, state, *given)
 
-        return lax.platform_dependent(state, action, noise, cuda=in_kernels, default=in_chunks)
+        return by_platform(state, action, noise, cuda=in_kernels, default=in_chunks)
 
     def easy(self, state: State) -> Array:
         """Where nothing can meet the ground within a step."""

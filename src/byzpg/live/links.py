@@ -6,9 +6,10 @@ to it (of vectors two, this step's and the last's), and a newer one takes its pl
 """
 
 import asyncio
+import random
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -74,12 +75,18 @@ def open_channel(manifest: Manifest, own: int, private: PrivateIdentity, other: 
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of this machine on which nobody listens just now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports of this machine on which nobody listens just now.
+
+    They are below those that systems give to outgoing connections, so that none is taken before a member listens there.
+    """
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_768), 10_000):
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == number:
+            break
+    return found
 
 
 @dataclass

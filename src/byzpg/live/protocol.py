@@ -12,6 +12,7 @@ last iteration. A member too far behind for that is sent states instead, and ado
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -30,18 +31,22 @@ class Course:
     rounds: int  # κ
     num_iterations: int  # T
 
-    @property
+    @cached_property
     def quorum(self) -> int:
         return self.num_members - self.num_faulty
 
-    @property
+    @cached_property
     def per_iteration(self) -> int:
         return 1 + self.rounds
 
-    @property
+    @cached_property
     def last(self) -> int:
         """The step of the final barrier."""
         return self.first_step(self.num_iterations)
+
+    @cached_property
+    def others(self) -> tuple[int, ...]:
+        return tuple(each for each in range(self.num_members) if each != self.own)
 
     def first_step(self, iteration: int) -> int:
         return 1 + iteration * self.per_iteration
@@ -200,8 +205,8 @@ class Protocol:
     @property
     def is_behind(self) -> bool:
         """Whether more members than can lie were heard in a later iteration."""
-        ahead = [position for position in self._positions if self.course.iteration(position) > self.iteration]
-        return len(ahead) > self.course.num_faulty
+        later = self.course.first_step(self.iteration + 1)
+        return sum(position >= later for position in self._positions) > self.course.num_faulty
 
     # Events
 
@@ -278,13 +283,17 @@ class Protocol:
         if known is not None and known.digest == message.digest:
             return [Count(sender, "duplicate")]
         actions = self._witness(message.receipt, trusted=True)
+        own, before = self.course.own, self._seen.get(step - 1, {})
         for receipt in message.receipts:
-            if receipt.sender not in (sender, self.course.own) and receipt.step == step - 1:
+            if before.get(receipt.sender) == receipt:
+                continue  # as most are: seen already
+            if receipt.sender not in (sender, own) and receipt.step == step - 1:
                 actions += self._witness(receipt, trusted=False)
-        inbox = self._inbox.setdefault(step, {}) if step in (self.step, self.step + 1) else {}
+        current = step in (self.step, self.step + 1)
+        inbox = self._inbox.setdefault(step, {}) if current else {}
         if sender in inbox:
             actions.append(Count(sender, "duplicate"))
-        elif step not in (self.step, self.step + 1):
+        elif not current:
             actions.append(Count(sender, "late" if step < self.step else "early"))
         else:
             inbox[sender] = message
@@ -294,7 +303,7 @@ class Protocol:
     # What follows from them
 
     def _others(self) -> Iterable[int]:
-        return (each for each in range(self.course.num_members) if each != self.course.own)
+        return self.course.others
 
     def _ready(self, inbox: dict[int, Message]) -> bool:
         return self.course.own in inbox and len(inbox) >= self.course.quorum
