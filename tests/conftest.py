@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 import guardian
 import pytest
@@ -23,15 +24,25 @@ FLAGS = ["--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith("0.10."):
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+# No stack trace of each operation in programs that nobody reads.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+
+# Programs that several tests start compile the same, and so does the next run, in this checkout or another. With a
+# limit on its size, JAX locks the cache; without, a process could read what another is just writing, and warn of it.
+CACHES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHES / "byzpg-tests"))
+os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**30)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 SECONDS = 300  # that a test may take with its fixtures, unless it says otherwise: @pytest.mark.time_limit(seconds)
 SECONDS_TO_END = 60  # that the process may take after its last test
 
 # Files are dealt out whole: the longest first, so that no core waits for the other at the end.
-FIRST = ("simulate", "cli", "flower", "sweeps", "lunar_lander", "agreement", "contracts", "exchange")
-LONGEST = [f"test_{name}.py" for name in FIRST]
+FIRST = ("sweeps", "live_faults", "live", "cluster", "cli", "contracts", "aggregators", "flower", "simulate")
+NEXT = ("lunar_lander", "live_monitor", "live_cli", "exchange", "gradients", "host", "agreement", "report")
+LONGEST = [f"test_{name}.py" for name in FIRST + NEXT]
 
-# Their tests are about a rule each, the last part of their names in brackets.
+# Their tests are about a rule each, the last part of their names in brackets, and share its programs.
 BY_CASE = ("test_aggregators.py", "test_contracts.py")
 
 
@@ -92,28 +103,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"time_limit(seconds): how long this test may take, instead of {SECONDS} s")
     # Capturing is suspended just now, so this is the terminal.
     config.pluginmanager.register(Limits(os.fdopen(os.dup(2), "w")))
-    cache = getattr(config, "cache", None)
-    if cache is not None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # Programs that several tests start compile the same, and so does the next run. With a limit on its size, JAX
-        # locks the cache; without, a process could read what another one is just writing, and warn of it.
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.mkdir("xla"))
-        os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**30)
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 
 class Scheduling(LoadFileScheduling):
-    """A file is run by one worker, since its tests share compiled programs and fixtures.
+    """A file is run by one worker, since its tests share compiled programs and fixtures; so are the files of rules.
 
-    Of a file that is run alone, and whose tests share only what is compiled for a case, each case is: two workers take
-    half as long. A test that takes its worker down is not run again, while xdist would, for every worker it replaces.
+    Of these, if run alone, each case is: its tests share nothing with others, and two workers take half as long. A test
+    that takes its worker down is not run again, while xdist would, for every worker that it replaces.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
-        alone = self.collection is not None and all(each.startswith(file) for each in self.collection)
-        if alone and file.rpartition("/")[2] in BY_CASE:
-            return test.partition("[")[2].rpartition("-")[2] or test
-        return file
+        if file.rpartition("/")[2] not in BY_CASE:
+            return file
+        if self.collection is None or any(not each.startswith(file) for each in self.collection):
+            return "rules"
+        return test.partition("[")[2].rpartition("-")[2] or test
 
     def remove_node(self, node: WorkerController) -> str | None:
         units = self.assigned_work.pop(node)
@@ -126,5 +131,11 @@ class Scheduling(LoadFileScheduling):
         return unfinished[0][1] if unfinished else None
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of the whole suite, one more than there are cores: many tests wait for browsers, servers and members."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    return (os.cpu_count() or 1) + whole
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
     return Scheduling(config, log)

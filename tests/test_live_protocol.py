@@ -29,7 +29,9 @@ from byzpg.live.protocol import (
 CHUNK = 1250
 
 
-@pytest.mark.parametrize("chunk", range(8))
+# Of the planted bugs below, the rarest (SendsFirst) shows in 4 of the first 200 seeds. One ten times as rare would
+# escape the first two chunks with probability (1 − 0.002)^2,500 = 0.7 %; all eight, run as slow tests, with 2e-9.
+@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(2, 8))])
 def test_no_seed_breaks_a_promise(chunk: int) -> None:
     worlds = [World(seed).run().counts for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK)]
     happened = {what: sum(counts[what] for counts in worlds) for what in worlds[0]}

@@ -52,6 +52,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     },
     "robust": {"num_agents": 5},
     "rotating": {"num_agents": 5, "byzantine_set": "RotatingSet"},
+    "plain steps": {"num_agents": 5, "attack": "SignFlip", "optimizer": "sgd"},
     "as published": {
         "num_agents": 5,
         "attack": "SignFlip",
@@ -197,10 +198,8 @@ def assert_only_messages_move(settings: Settings, state: SimulationState) -> Non
     assert np.max(np.abs(state.agents.parameters[0] - state.agents.parameters[1])) > 0.01
 
 
-def test_the_simulator_only_moves_messages() -> None:
-    settings = settings_of(num_agents=5, attack="SignFlip", optimizer="sgd", seed=3)
-    simulation = settings.simulation()
-    (state,), _ = simulation.run(simulation.start(), block(*BATCHES), 2)
+def test_the_simulator_only_moves_messages(together: dict[str, tuple[SimulationState, Metrics]]) -> None:
+    settings, (state, _) = settings_of(**FEDERATIONS["plain steps"]), together["plain steps"]
     assert_only_messages_move(settings, state)
     realized = (state.agents.parameters - state.agents.previous) / settings.step_size
     np.testing.assert_array_equal(state.agents.direction, realized)  # v̂, to the bit

@@ -380,9 +380,10 @@ def _iteration(
     def estimated(batch_is_large: bool) -> list[tuple[Array, SampleMetrics, ExchangeMetrics]]:
         """Of each federation, what its holders of parameters estimate [seed, holder, d]: a server, by its workers."""
         players = [_players(each.federation, deal, each.state, each.cast, batch_is_large) for each in rounds]
-        everyone = _everyone(players)
+        # Not whole players: optimizers of other federations may have other states.
+        parameters, keys = _everyone([(each.agents.parameters, each.keys) for each in players])
         liars = _liars(federations, players)
-        episodes = play(everyone.agents.parameters, everyone.keys, batch_is_large, liars)
+        episodes = play(parameters, keys, batch_is_large, liars)
         results = _estimates(federations, players, episodes, batch_is_large)
         found = []
         for this, result in zip(rounds, results, strict=True):

@@ -60,7 +60,7 @@ def keep_runtime() -> None:
     Otherwise it ends with the last of its objects, wherever the garbage collector happens to find that one, and the
     thread that is then collecting waits in `Thread.join` for gRPC's own, which can take for ever.
     """
-    aio.init_grpc_aio()
+    aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def open_channel(manifest: Manifest, own: int, private: PrivateIdentity, other: int, largest: int) -> aio.Channel:
