@@ -152,7 +152,7 @@ def last_return(federation: Federation, name: str) -> float:
 def test_honest_members_learn_beside_a_liar_unless_they_just_average(
     tmp_path: Path, aggregator: str | None, learns: bool
 ) -> None:
-    options = {"horizon": 200, "trajectories": 600, "seed": SEED}
+    options = {"horizon": 200, "trajectories": 600, "rounds": 1, "seed": SEED}
     with on_loopback(tmp_path, PATIENT, aggregator=aggregator, **options) as federation:
         take_part_together(federation, "SignFlip(scale=10.0)")
         returns = [last_return(federation, name) for name in NAMES[:4]]
