@@ -6,7 +6,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +24,8 @@ FLAGS = ["--xla_backend_optimization_level=0"]
 # flag that it does not know.
 if version("jaxlib").startswith("0.10."):
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+GIVEN = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = " ".join([GIVEN, *(flag for flag in FLAGS if flag.partition("=")[0] not in GIVEN)]).strip()
 # No stack trace of each operation in programs that nobody reads.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
@@ -35,7 +37,7 @@ os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**30)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 SECONDS = 300  # that a test may take with its fixtures, unless it says otherwise: @pytest.mark.time_limit(seconds)
-SECONDS_TO_END = 60  # that the process may take after its last test
+SECONDS_TO_END = 120  # that the teardown of a failed test may take, and the process after its last test
 
 # Files are dealt out whole: the longest first, so that no core waits for the other at the end.
 FIRST = ("sweeps", "live_faults", "live", "cluster", "cli", "contracts", "aggregators", "flower", "simulate")
@@ -78,6 +80,8 @@ class Limits:
         self.guardian = subprocess.Popen(
             command, stdin=subprocess.PIPE, stderr=output, env=unmarked, text=True, start_new_session=True
         )
+        assert self.guardian.stdin is not None
+        os.register_at_fork(after_in_child=self.guardian.stdin.close)  # or the guardian would wait for it too
         os.environ[guardian.MARK] = mark
 
     def tell_guardian(self, running: str) -> None:
@@ -85,21 +89,43 @@ class Limits:
         self.guardian.stdin.write(f"{running}\n")
         self.guardian.stdin.flush()
 
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.output)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_collection(self) -> Generator[None, object, object]:
+        with self.limited(SECONDS):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         marker = item.get_closest_marker("time_limit")
         self.tell_guardian(item.nodeid)
-        faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True, file=self.output)
-        result = yield
-        faulthandler.cancel_dump_traceback_later()
+        with self.limited(marker.args[0] if marker else SECONDS):
+            result = yield
         self.tell_guardian("")
         return result
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_exception_interact(self) -> None:
+        """pytest lifts the limit of a test that fails, for debuggers; its teardown must not hang either."""
+        faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=self.output)
 
     def pytest_unconfigure(self) -> None:
         faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=self.output)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        # What a process was writing when it was killed is not whole: its time, which is written last, is missing.
+        for entry in Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).glob("*-cache"):
+            if not entry.with_name(f"{entry.name.removesuffix('-cache')}-atime").exists():
+                entry.unlink(missing_ok=True)
     config.addinivalue_line("markers", f"time_limit(seconds): how long this test may take, instead of {SECONDS} s")
     # Capturing is suspended just now, so this is the terminal.
     config.pluginmanager.register(Limits(os.fdopen(os.dup(2), "w")))
@@ -123,19 +149,23 @@ class Scheduling(LoadFileScheduling):
     def remove_node(self, node: WorkerController) -> str | None:
         units = self.assigned_work.pop(node)
         unfinished = [(unit, name) for unit in units.values() for name, finished in unit.items() if not finished]
-        for unit, name in unfinished[:1]:
-            unit[name] = True
+        if not unfinished:
+            return None
+        unit, crashed = unfinished[0]
+        unit[crashed] = True
         self.workqueue.update({scope: unit for scope, unit in units.items() if not all(unit.values())})
         for other in self.assigned_work:
             self._reschedule(other)
-        return unfinished[0][1] if unfinished else None
+        return crashed
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Of the whole suite, one more than there are cores: many tests wait for browsers, servers and members."""
-    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
-    return (os.cpu_count() or 1) + whole
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + (config.args_source == pytest.Config.ArgsSource.TESTPATHS)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
-    return Scheduling(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling | None:
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

@@ -106,7 +106,6 @@ class Deployment:
             env=self.environment,
             cwd=self.folder,
             check=False,
-            timeout=3 * PATIENCE,
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return re.sub(r"\x1b\[\d*m", "", done.stdout)

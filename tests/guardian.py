@@ -3,7 +3,7 @@
 Its standard input is a pipe from the guarded process: one line with the name of each test that begins, and an empty
 line when the test has ended. The pipe closes when the guarded process is gone. Then every process that carries its
 mark, all their descendants, and its network namespaces are removed. The mark is an environment variable, which
-children inherit even if they become daemons.
+children inherit even if they become daemons; those that are forked and run no other program have it not.
 """
 
 import os
@@ -12,6 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 MARK = "BYZPG_TEST_PROCESS"
@@ -23,12 +25,13 @@ def marked_processes(mark: str) -> dict[int, str]:
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = (path / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             environment = (path / "environ").read_bytes().split(b"\0")
             command = (path / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
         except OSError:  # gone, or somebody else's
             continue
-        if state != "Z":
+        # Another guardian ends by itself, once it has ended what it is for.
+        if state != "Z" and Path(__file__).name not in command:
             parents[int(path.name)] = int(parent)
             if f"{MARK}={mark}".encode() in environment:
                 commands[int(path.name)] = command
@@ -38,7 +41,6 @@ def marked_processes(mark: str) -> dict[int, str]:
         children = {process for process, parent in parents.items() if parent in commands} - commands.keys()
         commands |= dict.fromkeys(children, "(a descendant)")
         growing = bool(children)
-    commands.pop(os.getpid(), None)
     return commands
 
 
@@ -57,13 +59,13 @@ def main(mark: str) -> None:
     for line in sys.stdin:
         running = line.strip()
     killed: dict[int, str] = {}
-    while found := marked_processes(mark):
+    deadline = time.monotonic() + 60
+    while (found := marked_processes(mark)) and time.monotonic() < deadline:
         for process in found:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         killed |= found
+        time.sleep(0.05)
     remove_namespaces(mark.partition("-")[0])
     if running:
         sys.stderr.write(f"\nThe test process ended in {running}; {len(killed)} processes it had started were killed")

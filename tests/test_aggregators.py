@@ -170,7 +170,7 @@ def call(rule: Aggregator | Agreement, rows: Any, f: int, present: Any = None, w
 @every_rule
 @pytest.mark.parametrize("faultless", [False, True], ids=[f"{K=}", "f=0"])
 def test_twin(golden: Golden, faultless: bool):
-    """Clouds at three scales, with up to three missing rows, without and with a far liar in the first row.
+    """Clouds at three scales, with up to three missing rows, without and with an attacker far away in the first row.
 
     With f rows missing, a rule is the same rule with f = 0 on the others: twins drop them.
     """

@@ -89,6 +89,13 @@ def test_ci_runs_the_readme_test_command() -> None:
     assert script.startswith("#!/usr/bin/env bash\nset -euo pipefail\n")
 
 
+def test_the_command_line_starts_without_what_only_some_commands_need() -> None:
+    slow = ("matplotlib", "grpc", "ray", "jax.experimental.pallas")
+    program = f"import sys, byzpg.cli; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_sixty_four_bits_keep_the_type_of_the_input() -> None:
     """With JAX's x64 mode on, float32 stays float32, and float64 is computed in float64."""
     program = """

@@ -50,12 +50,17 @@ def test_after():
 """
 
 
+def prepare(folder: Path, tests: str) -> None:
+    """A suite of its own, with this one's harness."""
+    for name in ("conftest.py", "guardian.py"):
+        shutil.copy(TESTS / name, folder)
+    (folder / "test_hanging.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_hanging_test_is_ended_and_named_with_all_it_started(workers: int, tmp_path: Path) -> None:
-    for name in ("conftest.py", "guardian.py"):
-        shutil.copy(TESTS / name, tmp_path)
-    (tmp_path / "test_hanging.py").write_text(HANGING)
-    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    prepare(tmp_path, HANGING)
     noted, path = tmp_path / "noted", f"{os.environ['PATH']}:/usr/sbin"
     for tool, package in (("chromium", "chromium"), ("ip", "iproute2")):
         assert shutil.which(tool, path=path), f"this test needs {tool}: apt-get install {package}"
@@ -84,3 +89,31 @@ def test_a_hanging_test_is_ended_and_named_with_all_it_started(workers: int, tmp
     namespace = f"bz{mark.partition('-')[0]}hung".encode()
     listing = [shutil.which("ip", path=path) or "ip", "netns", "list"]
     until(lambda: namespace not in subprocess.check_output(listing), "its network namespace is gone")
+
+
+TEARDOWN = """
+import threading
+import conftest
+import pytest
+
+conftest.SECONDS_TO_END = 3  # only here: this module is the one that pytest uses
+
+@pytest.fixture
+def never_ends():
+    yield
+    forever = threading.Lock()
+    forever.acquire()
+    forever.acquire()
+
+def test_that_fails(never_ends):
+    assert False
+"""
+
+
+def test_a_failing_test_may_not_hang_in_its_teardown(tmp_path: Path) -> None:
+    prepare(tmp_path, TEARDOWN.replace("import conftest", "import sys\nconftest = sys.modules['conftest']"))
+    done = subprocess.run([sys.executable, "-m", "pytest", "-n0"], cwd=tmp_path, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "Timeout (0:00:03)!" in said
+    assert "in never_ends" in said

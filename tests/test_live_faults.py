@@ -51,6 +51,9 @@ def test_a_frozen_member_stalls_nobody_and_catches_up(federation: Federation) ->
     federation.signal("dave", signal.SIGSTOP)
     try:
         federation.wait_for_iterations(4, *others("dave"))
+        alone = federation.iteration("dave")
+        federation.wait_for_iterations(1, *others("dave"))
+        assert federation.iteration("dave") == alone
         assert ["dave"] in [event["missing"] for event in federation.events("alice", "without")]
     finally:
         federation.signal("dave", signal.SIGCONT)

@@ -301,6 +301,18 @@ def test_a_leg_that_touches_is_never_easy() -> None:
 
 
 @pytest.mark.slow
+def test_gpus_could_compile_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowers it for CUDA, as far as goes without one: what a kernel cannot do fails here."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    state = jax.eval_shape(jax.vmap(LANDER.reset), jax.random.split(jax.random.key(0), BATCH))
+    given = state, (jax.ShapeDtypeStruct((BATCH,), jnp.int32),), (jax.ShapeDtypeStruct((BATCH,), jnp.float32),) * 2
+    assert (
+        "triton"
+        in jax.jit(lambda *given: LANDER.step(*given)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    )
+
+
+@pytest.mark.slow
 def test_a_large_batch_in_chunks_goes_as_small_ones() -> None:
     """Above the ground, near it and touching it, of a batch that is cut into chunks and one that is not."""
     states, actions = zip(*(some_states(seed) for seed in range(5)), strict=True)

@@ -176,8 +176,12 @@ def test_a_worker_that_is_killed_at_its_start_is_started_again(tmp_path: Path) -
     workers = LocalWorkers(tmp_path, 2, 2)
     try:
         workers._workers[1].process.kill()
-        until(lambda: workers.wait(0.2) is None and len(workers.idle()) == 2, "both are there")
-        assert workers.idle() == [0, 1]
+
+        def both_are_there() -> bool:
+            assert workers.wait(0.2) is None
+            return workers.idle() == [0, 1]
+
+        until(both_are_there, "both are there")
     finally:
         workers.close()
 

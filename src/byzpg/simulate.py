@@ -381,9 +381,9 @@ def _iteration(
         """Of each federation, what its holders of parameters estimate [seed, holder, d]: a server, by its workers."""
         players = [_players(each.federation, deal, each.state, each.cast, batch_is_large) for each in rounds]
         # Not whole players: optimizers of other federations may have other states.
-        parameters, keys = _everyone([(each.agents.parameters, each.keys) for each in players])
+        parameters, play_keys = _everyone([(each.agents.parameters, each.keys) for each in players])
         liars = _liars(federations, players)
-        episodes = play(parameters, keys, batch_is_large, liars)
+        episodes = play(parameters, play_keys, batch_is_large, liars)
         results = _estimates(federations, players, episodes, batch_is_large)
         found = []
         for this, result in zip(rounds, results, strict=True):

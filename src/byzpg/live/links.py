@@ -58,7 +58,7 @@ def keep_runtime() -> None:
     """Keep gRPC's asyncio runtime until the process ends.
 
     Otherwise it ends with the last of its objects, wherever the garbage collector happens to find that one, and the
-    thread that is then collecting waits in `Thread.join` for gRPC's own, which can take for ever.
+    thread that is then collecting waits in `Thread.join` for gRPC's own, which can block forever.
     """
     aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -85,8 +85,8 @@ def free_ports(number: int) -> list[int]:
             tried.bind(("127.0.0.1", port))
             found.append(port)
         if len(found) == number:
-            break
-    return found
+            return found
+    raise OSError(f"fewer than {number} ports of this machine are free.")
 
 
 @dataclass

@@ -10,7 +10,7 @@ Messages travel by pull as well as by push: a member that lacks one asks its sen
 last iteration. A member too far behind for that is sent states instead, and adopts what K − f members say.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -229,7 +229,7 @@ class Protocol:
             message = self.sent[step] = self.seal(step, vector, receipts)
             actions.append(Log(message))
         self._inbox.setdefault(step, {})[self.course.own] = message
-        actions += [Send(other, message) for other in self._others()]
+        actions += [Send(other, message) for other in self.course.others]
         return actions + self._progress()
 
     def finished(self, step: int) -> list[Action]:
@@ -259,11 +259,11 @@ class Protocol:
         if self._adopting:
             return actions
         short = len(inbox) < self.course.quorum
-        missing = [other for other in self._others() if other not in inbox]
+        missing = [other for other in self.course.others if other not in inbox]
         # One that cannot go on while others do needs a state of each, of those too whose message is here.
         ahead = self.is_behind or any(max(states) > step for states in self._states.values())
         far = ahead and not self._ready(inbox)
-        actions += [Send(other, self.seal_ask(step)) for other in (self._others() if far else missing)]
+        actions += [Send(other, self.seal_ask(step)) for other in (self.course.others if far else missing)]
         if self.course.own in inbox and short:
             self._waited += 1
             if self._waited == ALARM_AFTER:
@@ -301,9 +301,6 @@ class Protocol:
         return actions
 
     # What follows from them
-
-    def _others(self) -> Iterable[int]:
-        return self.course.others
 
     def _ready(self, inbox: dict[int, Message]) -> bool:
         return self.course.own in inbox and len(inbox) >= self.course.quorum
@@ -349,7 +346,7 @@ class Protocol:
         self._seen = {each: seen for each, seen in self._seen.items() if each >= step - 2}
         inbox = self._inbox.get(step, {})
         # Those heard here or ahead have sent theirs already, and it was too early to be kept.
-        ahead = [j for j in self._others() if self._positions[j] >= step and j not in inbox]
+        ahead = [j for j in self.course.others if self._positions[j] >= step and j not in inbox]
         actions: list[Action] = [*(Send(j, self.seal_ask(step)) for j in ahead), SetTimer("retry", step)]
         return [*actions, SetTimer("grace", step)] if step == self.course.last else actions
 
