@@ -23,9 +23,9 @@ NAMES = ("alice", "bob", "carol", "dave", "erin")
 PATIENCE = 200.0  # seconds until a condition counts as never met; less than a test's time limit, which names no reason
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
+def until(condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
     """Wait for a condition; time only decides when to give up."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited in vain until {what}"
         time.sleep(0.05)

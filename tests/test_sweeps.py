@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live_federation import until
+from live_federation import PATIENCE, until
 from PIL import Image
 
 from byzpg import Config, cli, figures, load, train
@@ -352,7 +352,7 @@ class Command:
     def caught(self) -> int:
         """The process that is in the midst of the cell."""
         noted = self.folder / "process"
-        until(lambda: noted.exists() or self.process.poll() is not None, "a cell is being trained")
+        until(lambda: noted.exists() or self.process.poll() is not None, "a cell is being trained", 3 * PATIENCE)
         assert noted.exists(), self.process.communicate()
         return int(noted.read_text())
 
@@ -444,6 +444,7 @@ def test_twelve_cells_here(user: Path) -> None:
         assert picture.format == "PNG"
 
 
+@pytest.mark.time_limit(900)  # on a busy machine, Ray takes minutes to start
 def test_twelve_cells_on_ray_are_the_same_to_the_bit(started: Callable[..., Command], user: Path) -> None:
     survive(started("twelve.toml", "--engine", "ray", "--workers", 2, "--directory", "on-ray", folder=user))
     assert results(user / "on-ray") == results(user / "sweeps" / "twelve")

@@ -233,9 +233,11 @@ class Links:
                     call.cancel()
 
                 began = asyncio.get_running_loop().time()
-                await self._converse(other, call.read, call.write, refuse)
+                failure = await self._converse(other, call.read, call.write, refuse)
                 if not call.done():
                     call.cancel()
+                elif failure is not None:
+                    self._say(other, failure.code(), failure.details())
                 elif (code := await call.code()) != grpc.StatusCode.OK:
                     self._say(other, code, await call.details())
                 if asyncio.get_running_loop().time() - began > LARGEST_BACKOFF:
@@ -270,16 +272,15 @@ class Links:
         read: Callable[[], Awaitable[Any]],
         write: Callable[[bytes], Awaitable[None]],
         refuse: Callable[[str], Awaitable[None]],
-    ) -> None:
-        """Exchange manifests, then messages, until the connection ends."""
+    ) -> aio.AioRpcError | None:
+        """Exchange manifests, then messages, until the connection ends; why it did, if that is known."""
         if previous := self._streams.pop(other, None):
             previous.cancel()
         task = asyncio.current_task()
         assert task is not None
         self._streams[other] = task
         try:
-            if await self._greeted(other, read, write, refuse):
-                await self._exchange(other, read, write)
+            return await self._exchange(other, read, write) if await self._greeted(other, read, write, refuse) else None
         finally:
             if self._streams.get(other) is task:
                 del self._streams[other]
@@ -319,7 +320,11 @@ class Links:
 
     async def _exchange(
         self, other: int, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[None]]
-    ) -> None:
+    ) -> aio.AioRpcError | None:
+        """Exchange messages until the connection ends; why reading failed, if it did.
+
+        A write that fails first gives the call another status, which says nothing of what the other side did.
+        """
         self._said.pop(other, None)
         self.connected.add(other)
         self.events.linked(other)
@@ -335,6 +340,7 @@ class Links:
                 self.connected.discard(other)
                 words = [str(each) for each in ended if isinstance(each, Exception)]
                 self.events.unlinked(other, words[0] if words else "the connection ended")
+        return ended[0] if isinstance(ended[0], aio.AioRpcError) else None
 
     async def _write(self, other: int, write: Callable[[bytes], Awaitable[None]]) -> None:
         mailbox = self._mailboxes[other]
