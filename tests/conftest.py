@@ -37,6 +37,7 @@ os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**30)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 SECONDS = 300  # that a test may take with its fixtures, unless it says otherwise: @pytest.mark.time_limit(seconds)
+SECONDS_IF_SLOW = 900  # the same for tests that are marked so
 SECONDS_TO_END = 120  # that the teardown of a failed test may take, and the process after its last test
 
 # Files are dealt out whole: the longest first, so that no core waits for the other at the end.
@@ -105,8 +106,9 @@ class Limits:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         marker = item.get_closest_marker("time_limit")
+        seconds = SECONDS_IF_SLOW if item.get_closest_marker("slow") else SECONDS
         self.tell_guardian(item.nodeid)
-        with self.limited(marker.args[0] if marker else SECONDS):
+        with self.limited(marker.args[0] if marker else seconds):
             result = yield
         self.tell_guardian("")
         return result

@@ -450,7 +450,6 @@ def kept_run(deployed: Deployment) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.time_limit(900)
 def test_a_deployment_with_tls_and_node_authentication_learns_the_same_beside_a_liar(tmp_path: Path) -> None:
     """SuperLink and three SuperNodes; a fourth, whose key nobody registered, is refused."""
     options: dict[str, Any] = {"num-agents": 3, "trajectories": 15, "switch-probability": 0.4}
@@ -476,7 +475,6 @@ def test_a_deployment_with_tls_and_node_authentication_learns_the_same_beside_a_
 
 
 @pytest.mark.slow
-@pytest.mark.time_limit(900)
 def test_the_app_runs_in_flowers_simulation(tmp_path: Path) -> None:
     """As the README says, but with a SuperLink of the test's own: `flwr run` would leave one behind."""
     options: dict[str, Any] = {"trajectories": 15, "switch-probability": 0.4}
@@ -499,7 +497,6 @@ def four_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 @pytest.mark.slow
-@pytest.mark.time_limit(900)
 @pytest.mark.parametrize(
     ("algorithm", "attack"), [("ByzPG", ""), *product(("ByzPG", "Fed-PAGE-PG"), ("NonFinite", "WrongShape", "AvgZero"))]
 )
