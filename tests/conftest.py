@@ -118,7 +118,9 @@ class Limits:
         """pytest lifts the limit of a test that fails, for debuggers; its teardown must not hang either."""
         faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=self.output)
 
-    def pytest_unconfigure(self) -> None:
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        if hasattr(config, "workerinput"):
+            return  # it waits for the other workers, and xdist ends it
         faulthandler.dump_traceback_later(SECONDS_TO_END, exit=True, file=self.output)
 
 
