@@ -445,14 +445,25 @@ class Visits:
         page.wait_for_selector("#members tbody tr")
         return page
 
+    def close(self) -> None:
+        while self.contexts:
+            self.contexts.pop().close()
+
+
+@contextmanager
+def watched(manifest: Manifest, statuses: Statuses, visits: Visits) -> Iterator[Monitor]:
+    """As `monitored`, for pages that are closed before their monitor ends: the next question would be in vain."""
+    with monitored(manifest, statuses) as monitor:
+        yield monitor
+        visits.close()
+
 
 @pytest.fixture
 def visits(browser: Browser) -> Iterator[Visits]:
     expect.set_options(timeout=1000 * PATIENCE)
     opened = Visits(browser)
     yield opened
-    for context in opened.contexts:
-        context.close()
+    opened.close()
     assert not opened.troubles
     urls = {url for url in opened.requests if not url.startswith("data:")}
     assert {urlsplit(url).path for url in urls} <= {"/", "/status.json"}
@@ -521,7 +532,7 @@ def test_hostile_texts_stay_texts(manifest: Manifest, visits: Visits) -> None:
     curve = [[at, 1e14 * (-1) ** at] for at in range(1, 900)]
     statuses: Statuses = {name: parsed(index) for index, name in enumerate(NAMES)}
     statuses["erin"] = parsed(4, rehearsal=EVIL, task=EVIL, others=evil, curve=curve, step_seconds=[1e14] * 300)
-    with monitored(manifest, statuses) as monitor:
+    with watched(manifest, statuses, visits) as monitor:
         for width in (1280, 360):
             page = visits.open(monitor.url, width)
             expect(page.locator("#members .badge.odd")).to_have_text(f"rehearsal: {EVIL[:LONGEST_TEXT].strip()}")
@@ -548,7 +559,7 @@ def test_a_stall_is_a_red_banner_that_names_who_is_missed(manifest: Manifest, vi
     stalled = {"state": "stalled", "waiting_for": ["dave", "erin"]}
     statuses: Statuses = {name: parsed(index, **stalled) for index, name in enumerate(NAMES[:3])}
     statuses |= {"dave": None, "erin": None}
-    with monitored(manifest, statuses) as monitor:
+    with watched(manifest, statuses, visits) as monitor:
         page = visits.open(monitor.url)
         expect(page.locator("#stalled strong")).to_have_text("Stalled: no message from dave and erin")
         assert "alice, bob and carol say they cannot go on" in page.inner_text("#stalled")
@@ -570,7 +581,7 @@ def test_a_stall_is_a_red_banner_that_names_who_is_missed(manifest: Manifest, vi
 def test_members_that_have_finished_and_left_are_no_alarm(manifest: Manifest, visits: Visits) -> None:
     over = {"state": "finished", "iteration": 300}
     statuses: Statuses = {name: parsed(index, **over) for index, name in enumerate(NAMES)}
-    with monitored(manifest, statuses) as monitor:
+    with watched(manifest, statuses, visits) as monitor:
         statuses |= dict.fromkeys(NAMES)
         until(lambda: not any(monitor.board.as_data()["statuses"].values()), "all have left")
         page = visits.open(monitor.url)
