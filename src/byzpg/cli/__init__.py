@@ -32,7 +32,7 @@ from byzpg.results import Results
 from byzpg.runs import Run, RunDirectory, provenance
 from byzpg.summaries import final_returns, run_means
 
-if TYPE_CHECKING:  # it loads Matplotlib, which takes as long as all the rest: commands that draw import it themselves
+if TYPE_CHECKING:  # it loads Matplotlib, which is slow: commands that draw import it themselves
     from byzpg import figures
 
 COMPARISON = "plain-averaging"  # where, in a run's directory, the run it is compared with lies
