@@ -1,6 +1,7 @@
 """What holds for all tests: how programs are compiled, how long a test may take, and in which order files run."""
 
 import faulthandler
+import gc
 import os
 import random
 import subprocess
@@ -36,6 +37,10 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHES / "byzpg-tests"))
 os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**30)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
+# Tests start dozens of programs, which would each compile our modules anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 SECONDS = 300  # that a test may take with its fixtures, unless it says otherwise: @pytest.mark.time_limit(seconds)
 SECONDS_IF_SLOW = 900  # the same for tests that are marked so
 SECONDS_TO_END = 120  # that the teardown of a failed test may take, and the process after its last test
@@ -61,6 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         random.Random(seed).shuffle(files)
     items.sort(key=lambda item: files.index(item.path.name))
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: the garbage collector need not look through it again and again."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 # Time limits

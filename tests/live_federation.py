@@ -67,6 +67,7 @@ class Federation:
     manifest: Manifest
     namespaces: dict[str, str] = field(default_factory=dict)  # by member
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    logs: dict[str, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)  # bytes and events read so far
 
     def inside(self, name: str, command: list[str]) -> list[str]:
         return ["ip", "netns", "exec", self.namespaces[name], *command] if self.namespaces else command
@@ -99,9 +100,15 @@ class Federation:
 
     def events(self, name: str, event: str | None = None) -> list[dict[str, Any]]:
         path = self.directory(name) / "log.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.is_file() else []
-        loaded = [json.loads(line) for line in lines]
-        return [line for line in loaded if event in (None, line["event"])]
+        start, known = self.logs.get(name, (0, []))
+        if path.is_file():
+            with path.open("rb") as log:
+                log.seek(start)
+                whole = log.read().rpartition(b"\n")[0]
+            if whole:
+                known = known + [json.loads(line) for line in whole.split(b"\n")]
+                self.logs[name] = start + len(whole) + 1, known
+        return [line for line in known if event in (None, line["event"])]
 
     def iteration(self, name: str) -> int:
         """How many iterations a member has done."""

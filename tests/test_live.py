@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 import sys
 import urllib.request
 from collections import defaultdict
@@ -15,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from live_federation import NAMES, PATIENCE, Federation, free_ports, on_loopback, until
+from live_federation import NAMES, PATIENCE, Federation, free_ports, on_loopback
 from prometheus_client.parser import text_string_to_metric_families
 
-from byzpg import Config, load
+from byzpg import Config, cli, load
 from byzpg.learner import Learner
 from byzpg.live.manifest import Manifest, Times
 from byzpg.live.member import Options, take_part
@@ -79,6 +78,24 @@ def take_part_together(
         await asyncio.gather(*members.values(), return_exceptions=True)
         for member in done:
             member.result()
+
+    asyncio.run(everyone())
+
+
+def take_part_until(condition: Callable[[], bool], federation: Federation, manifests: dict[str, Manifest]) -> None:
+    """Some members in this process, each with the manifest that it has."""
+
+    async def everyone() -> None:
+        options = {name: Options(federation.folder / f"{name}.key", federation.directory(name)) for name in manifests}
+        members = [asyncio.create_task(take_part(each, name, options[name])) for name, each in manifests.items()]
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not condition():
+                    await asyncio.sleep(0.05)
+        finally:
+            for member in members:
+                member.cancel()
+            await asyncio.gather(*members, return_exceptions=True)
 
     asyncio.run(everyone())
 
@@ -187,28 +204,16 @@ def test_breakers_of_the_wire_are_counted_and_left_out(tmp_path: Path, attack: s
 
 def test_manifests_that_differ_refuse_each_other_and_say_why(tmp_path: Path) -> None:
     with on_loopback(tmp_path, Times(start_grace=1.0, retry=0.1), **SHORT) as federation:
-        other = tmp_path / "other.toml"
         text = (tmp_path / "federation.toml").read_text()
-        other.write_text(text.replace("large_batch = 6", "large_batch = 5"))
-        federation.start("alice")
-        command = [
-            sys.executable,
-            "-m",
-            "byzpg",
-            "peer",
-            str(other),
-            "--name",
-            "bob",
-            "--key",
-            str(tmp_path / "bob.key"),
-        ]
-        with (tmp_path / "bob.out").open("w") as output:
-            bob = subprocess.Popen([*command, "--directory", str(tmp_path / "bob")], stdout=output)
-        federation.processes["bob"] = bob
-        refused = until(lambda: federation.events("alice", "refused"), "alice refuses bob")
-        until(lambda: any(event["reason"] == "manifest" for event in federation.events("bob", "refused")), "bob knows")
-        words = " ".join(event["words"] for event in refused + federation.events("bob", "refused"))
-        assert "training.large_batch" in words
+        (tmp_path / "other.toml").write_text(text.replace("large_batch = 6", "large_batch = 5"))
+        manifests = {"alice": federation.manifest, "bob": Manifest.load(tmp_path / "other.toml")}
+
+        def refused(name: str) -> bool:
+            return any(event["reason"] == "manifest" for event in federation.events(name, "refused"))
+
+        take_part_until(lambda: refused("alice") and refused("bob"), federation, manifests)
+        words = [event["words"] for name in manifests for event in federation.events(name, "refused")]
+        assert "training.large_batch" in " ".join(words)
         assert not federation.events("alice", "linked")
 
 
@@ -279,12 +284,24 @@ def test_attacks_that_no_member_can_do_are_refused(text: str, words: str) -> Non
         parse_attack(text)
 
 
-def test_rehearsals_need_a_manifest_that_allows_them(tmp_path: Path) -> None:
+def test_rehearsals_need_a_manifest_that_allows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with on_loopback(tmp_path, Times(), rehearsal=False, **SHORT) as federation:
         for option in (("--attack", "SignFlip"), ("--seed", "3")):
-            federation.start("alice", *option)
-            assert federation.processes["alice"].wait() == 2
-        assert (tmp_path / "alice.out").read_text().count("rehearsal = false") == 2
+            line = (
+                "peer",
+                tmp_path / "federation.toml",
+                "--name",
+                "alice",
+                "--directory",
+                federation.directory("alice"),
+            )
+            monkeypatch.setattr(sys, "argv", ["byzpg", *map(str, line), *option])
+            with pytest.raises(SystemExit) as end:
+                cli.main()
+            assert end.value.code == 2
+            assert "rehearsal = false" in " ".join(capsys.readouterr().err.split())
         assert not federation.directory("alice").exists()
 
 
@@ -361,17 +378,4 @@ def test_members_whose_batches_fall_otherwise_refuse_each_other(
             events = [event for name in NAMES for event in federation.events(name, "refused")]
             return any("large and small batches fall otherwise" in event["words"] for event in events)
 
-        async def until_refused() -> None:
-            options = {name: Options(federation.folder / f"{name}.key", federation.directory(name)) for name in NAMES}
-            members = [asyncio.create_task(take_part(federation.manifest, name, options[name])) for name in NAMES]
-            try:
-                async with asyncio.timeout(PATIENCE):
-                    while not refused():
-                        await asyncio.sleep(0.05)
-            finally:
-                for member in members:
-                    member.cancel()
-                await asyncio.gather(*members, return_exceptions=True)
-
-        asyncio.run(until_refused())
-        assert refused()
+        take_part_until(refused, federation, dict.fromkeys(NAMES, federation.manifest))

@@ -619,11 +619,33 @@ def test_nothing_is_drawn_anew_that_has_not_changed(server: Monitor, visits: Vis
 
 @dataclass
 class Federation:
-    """Members and a monitor, each a process."""
+    """Members and a monitor."""
 
     url: str
-    members: dict[str, subprocess.Popen[bytes]]
+    dave: subprocess.Popen[bytes]
     monitor: subprocess.Popen[str]
+
+
+# Most members in one process: each of its own would load and compile the same.
+MEMBERS = """
+import asyncio, sys
+from pathlib import Path
+import numpy as np
+from byzpg.learner import Learner
+from byzpg.live.manifest import Manifest
+from byzpg.live.member import Options, take_part
+
+folder, names = Path(sys.argv[1]), sys.argv[2:]
+manifest = Manifest.load(folder / "federation.toml")
+Learner(manifest.settings(), 0, np.zeros(2, np.uint32)).warm_up()
+
+async def main():
+    attacks = {"erin": "equivocate"}
+    options = [Options(folder / f"{name}.key", folder / name, attack=attacks.get(name)) for name in names]
+    await asyncio.gather(*(take_part(manifest, name, each) for name, each in zip(names, options)))
+
+asyncio.run(main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -631,30 +653,30 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     folder = tmp_path_factory.mktemp("federation")
     made_manifest(folder, free_ports(len(NAMES)))
     program, path = [sys.executable, "-m", "byzpg"], str(folder / "federation.toml")
-    members: dict[str, subprocess.Popen[bytes]] = {}
     started: list[subprocess.Popen[Any]] = []
 
-    def start(name: str) -> None:
-        attack = ["--attack", "equivocate"] if name == NAMES[-1] else []
-        command = [*program, "peer", path, "--name", name, "--directory", str(folder / name), *attack]
-        with (folder / f"{name}.out").open("w") as output:
-            members[name] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        started.append(members[name])
+    def start(*command: str) -> subprocess.Popen[bytes]:
+        with (folder / f"{len(started)}.out").open("w") as output:
+            started.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+        return started[-1]
 
     try:
-        # The first one compiles what the others then find in the cache.
-        start(NAMES[0])
-        command = [*program, "monitor", path, "--name", "alice", "--port", "0"]
-        monitor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        start(sys.executable, "-c", MEMBERS, str(folder), *(name for name in NAMES if name != "dave"))
+        monitor = subprocess.Popen(
+            [*program, "monitor", path, "--name", "alice", "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         started.append(monitor)
+        # Once the others have compiled, he finds it in the cache.
         log = folder / NAMES[0] / "log.jsonl"
         until(lambda: log.exists() and '"ready"' in log.read_text(), "the first member is ready")
-        for name in NAMES[1:]:
-            start(name)
+        dave = start(*program, "peer", path, "--name", "dave", "--directory", str(folder / "dave"))
         assert monitor.stdout is not None
         found = re.search(r"http://\S+", monitor.stdout.readline())
         assert found
-        yield Federation(found[0], members, monitor)
+        yield Federation(found[0], dave, monitor)
     finally:
         for process in started:
             process.kill()
@@ -693,8 +715,8 @@ def test_real_members_on_the_page(federation: Federation, visits: Visits) -> Non
     expect(page.locator("#beyond")).to_be_hidden()
 
     # One is killed, and the others go on.
-    federation.members["dave"].kill()
-    federation.members["dave"].wait()
+    federation.dave.kill()
+    federation.dave.wait()
     expect(page.locator("#members tr[data-member=dave] .presence")).to_have_text("absent")
     expect(page.locator("#unreached strong")).to_have_text("The monitor gets no answer from dave")
     expect(page.locator("#beyond")).to_contain_text("dave is absent; erin has equivocated. Together 2, where")
@@ -751,9 +773,11 @@ def test_nobody_waits_for_grpcs_own_thread(tmp_path: Path, monkeypatch: pytest.M
         await open_channel(made, 0, read_key(tmp_path / "alice.key", made.members[0]), 1, 2**20).close()
 
     gc.collect()  # what tests before this one have left
+    gc.freeze()  # and what they keep, which is much, is not looked through again
     monkeypatch.setattr(threading.Thread, "join", noted)
     with ThreadPoolExecutor(1) as pool:  # this thread has the browser's event loop
         for _ in range(20):  # sometimes gRPC's thread has ended before anybody could wait for it
             pool.submit(lambda: asyncio.run(use_a_channel())).result()
             gc.collect()
+    gc.unfreeze()
     assert [name for name in waited_for if "poll" in name] == []
