@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array
+from jax import Array, lax
 
 from byzpg.components import Component
 from byzpg.gradients import (
@@ -26,9 +26,6 @@ from byzpg.gradients import (
 from byzpg.policies import CategoricalMLP, GaussianMLP, Numbers, Policy
 from byzpg.rollouts import Clock, Episodes, rollout
 from byzpg.spaces import Discrete
-
-# These programs take longer to compile than to run.
-compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 
 ESTIMATORS = [REINFORCE(), REINFORCE("leave-one-out"), GPOMDP(), GPOMDP("leave-one-out")]
 IMPORTANCE = [ImportanceWeights(mode, cap) for mode in ("trajectory", "per-decision") for cap in (None, 1.0, 2.5)]
@@ -90,7 +87,7 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
     return np.where(alive, rewards, 0).astype(np.float32), np.where(alive, log_ratios, 0).astype(np.float32)
 
 
-@compiled
+@jax.jit
 def all_coefficients(rewards: Array, log_weights: Array) -> list[tuple[Array, Array]]:
     """Of every estimator, without weights and with."""
     return [
@@ -114,7 +111,7 @@ def chances(log_ratios: np.ndarray) -> np.ndarray:
     return np.where(log_ratios == 0, 0, np.random.default_rng(1).uniform(-1.5, 0, log_ratios.shape)).astype(np.float32)
 
 
-@compiled
+@jax.jit
 def all_log_weights(log_ratios: Array, now: Array) -> list[tuple[Array, Health]]:
     return [importance.log_weights(log_ratios + now, now) for importance in IMPORTANCE + FLOORED]
 
@@ -193,7 +190,7 @@ def played(policy: Policy) -> tuple[np.ndarray, np.ndarray, Any]:
     return parameters, previous, replace(episodes, log_probabilities=jnp.asarray(at_play, jnp.float32))
 
 
-@partial(compiled, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def each_step(policy: Policy, parameters: Array, episodes: Episodes) -> tuple[Array, Array]:
     """log π [agent, episode, time] and ∇log π [agent, episode, time, d], one step at a time."""
 
@@ -221,7 +218,7 @@ def naive_gradient(scores: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
     return gradients
 
 
-@partial(compiled, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def sums(policy: Policy, parameters: Array, episodes: Episodes, coefficients: Array) -> tuple[Array, Array]:
     summed = weighted_scores(policy, parameters, episodes, coefficients, CLOCK)
     return summed, log_probabilities(policy, parameters[0], episodes, CLOCK)
@@ -239,7 +236,7 @@ def test_sums_of_scores_and_log_probabilities_are_those_of_single_steps(policy: 
         np.testing.assert_allclose(summed[i], naive_gradient(scores, coefficients[i]), rtol=1e-4, atol=1e-4)
 
 
-@partial(compiled, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def all_gates(
     policy: Policy,
     estimator: Estimator,
@@ -447,41 +444,77 @@ BIASED = {
     "unweighted": (GPOMDP(), Unweighted()),
     "upside down": (GPOMDP(), Reversed()),
 }
-NUM_REPLICATES, SMALL_BATCH = 100_000, 4
+BATCHES = (2, 4, 8, 16, 32)
+SMALL_BATCH = 4
+NUM_AGENTS, NUM_SAMPLES = 3125, 4  # of small batches, these are 100,000
 
 
-@partial(compiled, static_argnames=("num_agents", "num_episodes"))
-def sample(key: Array, num_agents: int, num_episodes: int) -> Episodes:
-    parameters, keys = jnp.tile(PARAMETERS, (num_agents, 1)), jax.random.split(key, num_agents)
-    return rollout(TwoStates(), POLICY, parameters, keys, num_episodes=num_episodes, horizon=HORIZON)
+@jax.jit
+def played_by(keys: Array) -> Episodes:
+    """Episodes of many agents at θ_t, in batches of the largest size."""
+    parameters = jnp.tile(PARAMETERS, (len(keys), 1))
+    return rollout(TwoStates(), POLICY, parameters, keys, num_episodes=max(BATCHES), horizon=HORIZON)
 
 
-@compiled
+@cache
+def sample(seed: int) -> Any:
+    """The same number each time, so that one program plays all."""
+    return jax.tree.map(np.asarray, played_by(jax.random.split(jax.random.key(seed), NUM_AGENTS)))
+
+
+def in_small_batches(episodes: Any) -> Any:
+    """As those of more agents: all play alike."""
+    return jax.tree.map(
+        lambda values: values.reshape(-1, SMALL_BATCH, *values.shape[2:]) if values.ndim else values, episodes
+    )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One of several estimators, or of several weights, chosen by data: one program for all of them."""
+
+    of: list[Any]
+    index: Array
+
+    def coefficients(self, *given: Any) -> Array:
+        return lax.switch(self.index, [lambda each=each: each.coefficients(*given) for each in self.of])
+
+    def log_weights(self, *given: Any) -> tuple[Array, Health]:
+        return lax.switch(self.index, [lambda each=each: each.log_weights(*given) for each in self.of])
+
+
+# Unlike the rest of the suite with some optimization: it runs for longer than it compiles.
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 def estimate_all(episodes: Episodes) -> dict[str, Array]:
     """Of every estimator [agent, d]: of ∇J(θ_t), or where it weighs, of ∇J(θ_{t−1}), from episodes played at θ_t."""
     clock, num_agents = Clock(HORIZON), len(episodes.lengths)
     parameters, previous = (jnp.tile(theta, (num_agents, 1)) for theta in (PARAMETERS, PREVIOUS))
+    nothing = jnp.zeros_like(parameters)
     cases = UNBIASED | BIASED
-    plain = {
-        estimator: gradient(POLICY, parameters, episodes, estimator, DISCOUNT, clock)
-        for estimator in dict.fromkeys(estimator for estimator, _ in cases.values())
-    }
-    estimates = {}
-    for name, (estimator, importance) in cases.items():
-        estimates[name] = plain[estimator]
-        if importance is not None:
-            nothing = jnp.zeros_like(parameters)
-            corrected, _ = corrected_gradient(
-                POLICY, parameters, previous, nothing, episodes, estimator, importance, 1.0, DISCOUNT, clock
-            )
-            estimates[name] -= corrected
-    return estimates
+    estimators = list(dict.fromkeys(estimator for estimator, _ in cases.values()))
+    weighted = {name: pair for name, pair in cases.items() if pair[1] is not None}
+
+    def plain(index: Array) -> Array:
+        estimator: Any = Chosen(estimators, index)
+        return gradient(POLICY, parameters, episodes, estimator, DISCOUNT, clock)
+
+    def corrected(index: Array) -> Array:
+        estimator: Any = Chosen([estimator for estimator, _ in weighted.values()], index)
+        importance: Any = Chosen([importance for _, importance in weighted.values()], index)
+        return corrected_gradient(
+            POLICY, parameters, previous, nothing, episodes, estimator, importance, 1.0, DISCOUNT, clock
+        )[0]
+
+    gradients = lax.map(plain, jnp.arange(len(estimators)))
+    corrections = dict(zip(weighted, lax.map(corrected, jnp.arange(len(weighted))), strict=True))
+    estimates = {name: gradients[estimators.index(estimator)] for name, (estimator, _) in cases.items()}
+    return {name: estimates[name] - corrections.get(name, 0) for name in cases}
 
 
 @cache
 def estimates() -> dict[str, np.ndarray]:
-    found = estimate_all(sample(jax.random.key(0), NUM_REPLICATES, SMALL_BATCH))
-    return {name: np.asarray(values) for name, values in found.items()}
+    samples = [estimate_all(in_small_batches(sample(seed))) for seed in range(NUM_SAMPLES)]
+    return {name: np.concatenate([each[name] for each in samples]) for name in UNBIASED | BIASED}
 
 
 def bias_in_standard_errors(estimates: np.ndarray, exact: np.ndarray) -> float:
@@ -521,10 +554,8 @@ def test_baselines_and_weights_per_decision_lower_the_variance() -> None:
 
 # The variance of PAGE
 
-BATCHES = (2, 4, 8, 16, 32)
 
-
-@compiled
+@jax.jit
 def page(episodes: Episodes, previous: Array, direction: Array) -> tuple[list[Array], Array]:
     """PAGE estimates [agent, d] of every batch size, and those of the plain small batch of 4."""
     clock, num_agents = Clock(HORIZON), len(episodes.lengths)
@@ -545,7 +576,7 @@ def squared_errors(distance: float) -> tuple[list[float], float]:
     """E‖ṽ − ∇J(θ_t)‖² of every batch size and of the plain batch, for ‖θ_t − θ_{t−1}‖ = distance and an exact v̂."""
     previous = PARAMETERS + np.float32(distance / np.linalg.norm(STEP)) * STEP
     direction = exact_gradient(previous.astype(np.float64)).astype(np.float32)
-    found, plain = page(sample(jax.random.key(1), 3000, max(BATCHES)), previous, direction)
+    found, plain = page(sample(0), previous, direction)
     exact = exact_gradient(PARAMETERS.astype(np.float64))
 
     def error(estimates: Array) -> float:
