@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from forking import Forked
 
 from byzpg.config import Config
 from byzpg.live.identity import generate, write_identity
@@ -66,20 +67,13 @@ class Federation:
     folder: Path
     manifest: Manifest
     namespaces: dict[str, str] = field(default_factory=dict)  # by member
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, Forked] = field(default_factory=dict)
     logs: dict[str, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)  # bytes and events read so far
 
-    def inside(self, name: str, command: list[str]) -> list[str]:
-        return ["ip", "netns", "exec", self.namespaces[name], *command] if self.namespaces else command
-
     def start(self, name: str, *options: str) -> None:
-        command = [sys.executable, "-m", "byzpg", "peer", str(self.folder / "federation.toml"), "--name", name]
+        line = ("peer", self.folder / "federation.toml", "--name", name, "--directory", self.directory(name), *options)
         with (self.folder / f"{name}.out").open("ab") as output:
-            self.processes[name] = subprocess.Popen(
-                self.inside(name, [*command, "--directory", str(self.directory(name)), *options]),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            self.processes[name] = Forked(*line, stdout=output, namespace=self.namespaces.get(name))
 
     def start_all(self, *options: str, liar: str | None = None) -> None:
         """All members, the last one as a liar if told so; the first compiles what the others then find in the cache."""

@@ -1,15 +1,13 @@
 """One simulation on several devices, and in several processes that act as one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from forking import BYZPG, Forked
 from live_federation import free_ports
 
 from byzpg import training
@@ -53,9 +51,11 @@ Hardware(devices=8).start()
 import test_cluster
 np.savez(sys.argv[1], *test_cluster.run_all((2, 4)))
 """
-    done = started(sys.executable, "-c", program, str(tmp_path / "eight.npz"))
+    said = tmp_path / "said"
+    with said.open("w") as output:
+        done = Forked(tmp_path / "eight.npz", program=program, stdout=output, PYTHONPATH=str(Path(__file__).parent))
     alone = run_all((1, 1))
-    assert done.wait() == 0
+    assert done.wait() == 0, said.read_text()
     with np.load(tmp_path / "eight.npz") as eight:
         assert len(eight) == len(alone)
         for one, other in zip(alone, eight.values(), strict=True):
@@ -63,10 +63,6 @@ np.savez(sys.argv[1], *test_cluster.run_all((2, 4)))
     parameters = [leaf for leaf in alone if leaf.ndim == 3]
     assert parameters
     assert all(np.all(np.isfinite(leaf)) for leaf in parameters)
-
-
-def started(*command: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)})
 
 
 # Ctrl-C while the first block of iterations runs.
@@ -92,17 +88,11 @@ class Pair:
         self.outputs = [folder / f"{process}.out" for process in range(2)]
         self.processes = []
         for process, output in enumerate(self.outputs):
-            program = ["-c", INTERRUPTED] if interrupted and process == 0 else ["-m", "byzpg"]
+            program = INTERRUPTED if interrupted and process == 0 else BYZPG
             (folder / f"at-{process}").mkdir(exist_ok=True)
             with output.open("wb") as file:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *program, *common, "--process", str(process)],
-                        cwd=folder / f"at-{process}",
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+                line, place = (*common, "--process", process), folder / f"at-{process}"
+                self.processes.append(Forked(*line, program=program, stdout=file, folder=place))
 
     def end(self) -> list[int]:
         """The exit codes."""
@@ -111,7 +101,6 @@ class Pair:
         finally:
             for process in self.processes:
                 process.kill()
-                process.wait()
 
     def said(self) -> list[str]:
         return [output.read_text() for output in self.outputs]

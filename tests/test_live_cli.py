@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forking import Forked
 from live_federation import NAMES, free_ports
 
 from byzpg import load
@@ -22,17 +23,11 @@ def make():
 
 def byzpg(*arguments: str, folder: Path, expect: int = 0) -> str:
     """What a command prints, in one line of text."""
-    environment = {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-m", "byzpg", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        check=False,
-    )
-    text = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == expect, text
+    said = folder / "said.txt"
+    with said.open("w") as output:
+        done = Forked(*arguments, stdout=output, folder=folder, COLUMNS="200", PYTHONPATH=str(folder))
+    code, text = done.wait(), " ".join(said.read_text().split())
+    assert code == expect, text
     return text
 
 
@@ -43,7 +38,7 @@ import jax
 from byzpg import cli
 from byzpg.cli.console import console, errors
 answers = []
-for arguments in json.load(sys.stdin):
+for arguments in json.loads(sys.argv[1]):
     sys.argv = ["byzpg", *arguments]
     console.file = errors.file = said = io.StringIO()
     code = 0
@@ -59,17 +54,11 @@ sys.stdout.write(json.dumps(answers))
 
 def in_turn(commands: list[tuple[str, ...]], folder: Path) -> list[tuple[int, str]]:
     """Exit codes and texts of commands, one after the other."""
-    environment = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, "-c", SERVANT],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    said = folder / "answers.json"
+    with said.open("w") as answers:
+        done = Forked(json.dumps(commands), program=SERVANT, stdout=answers, folder=folder, COLUMNS="200")
+    assert done.wait() == 0, said.read_text()
+    return json.loads(said.read_text())
 
 
 def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
@@ -142,5 +131,8 @@ def test_a_demonstration_with_a_task_of_ones_own_and_a_liar(tmp_path: Path, monk
 
 def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "cryptography.py").write_text("raise ModuleNotFoundError(name='cryptography')")
-    said = byzpg("keygen", "--name", "alice", "--address", "127.0.0.1:7700", folder=tmp_path, expect=2)
-    assert "pip install 'byzpg[live]'" in said
+    line = [sys.executable, "-m", "byzpg", "keygen", "--name", "alice", "--address", "127.0.0.1:7700"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 2
+    assert "pip install 'byzpg[live]'" in done.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import live_federation
 import pytest
+from forking import Forked
 from live_federation import NAMES, Federation, drop, until
 
 from byzpg.live.manifest import Times
@@ -174,10 +175,13 @@ STRANGERS = ("plaintext", "no certificate", "foreign certificate", "copied certi
 
 def test_strangers_are_not_heard(federation: Federation) -> None:
     linked = len(federation.events("alice", "linked"))
-    command = federation.inside("outsider", [sys.executable, "-c", CALLERS, str(federation.folder), *STRANGERS])
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout)
+    said, complaints = federation.folder / "strangers.out", federation.folder / "strangers.err"
+    with said.open("w") as output, complaints.open("w") as errors:
+        space = federation.namespaces["outsider"]
+        line = (federation.folder, *STRANGERS)
+        callers = Forked(*line, program=CALLERS, stdout=output, stderr=errors, namespace=space)
+    assert callers.wait() == 0, complaints.read_text()
+    answers = json.loads(said.read_text())
     assert tuple(answers) == STRANGERS
     assert all(words == "CLOSED" or words.startswith("REFUSED") for words in answers.values()), answers
     assert len(federation.events("alice", "linked")) == linked
@@ -249,15 +253,17 @@ def test_a_killed_member_s_key_in_other_hands_does_no_harm_and_it_rejoins_with_w
     federation.kill("alice")
     away_since, rejoins = federation.iteration("alice"), len(federation.events("alice", "rejoin"))
     before = memory(federation, "bob")
-    command = federation.inside("alice", [sys.executable, "-c", TRAITOR, str(federation.folder)])
-    traitor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said = federation.folder / "traitor.out"
+    with said.open("w") as output:
+        space = federation.namespaces["alice"]
+        traitor = Forked(federation.folder, program=TRAITOR, stdout=output, namespace=space)
     largest = before
     while traitor.poll() is None:
         largest = max(largest, memory(federation, "bob"))
         time.sleep(0.05)
-    output = "".join(traitor.communicate())
-    assert "large StatusCode.RESOURCE_EXHAUSTED" in output, output
-    assert "again StatusCode.PERMISSION_DENIED too many bad messages" in output, output
+    became = said.read_text()
+    assert "large StatusCode.RESOURCE_EXHAUSTED" in became, became
+    assert "again StatusCode.PERMISSION_DENIED too many bad messages" in became, became
     assert "flood" in {event["reason"] for event in federation.events("bob", "refused")}
     assert largest - before < 2**27, "half of the frame"
 
@@ -271,7 +277,7 @@ def test_a_killed_member_s_key_in_other_hands_does_no_harm_and_it_rejoins_with_w
 
 def test_connections_that_never_say_anything_cost_nobody_anything(federation: Federation) -> None:
     before = memory(federation, "alice")
-    command = federation.inside("outsider", [sys.executable, "-c", SLOW])
+    command = ["ip", "netns", "exec", federation.namespaces["outsider"], sys.executable, "-c", SLOW]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as loris:
         assert loris.stdout is not None
         assert int(loris.stdout.readline()) > 100

@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from forking import Forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_federation import PATIENCE, free_ports, until
@@ -622,8 +621,9 @@ class Federation:
     """Members and a monitor."""
 
     url: str
-    dave: subprocess.Popen[bytes]
-    monitor: subprocess.Popen[str]
+    dave: Forked
+    monitor: Forked
+    said: Path  # by the monitor
 
 
 # Most members in one process: each of its own would load and compile the same.
@@ -652,36 +652,27 @@ asyncio.run(main())
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     folder = tmp_path_factory.mktemp("federation")
     made_manifest(folder, free_ports(len(NAMES)))
-    program, path = [sys.executable, "-m", "byzpg"], str(folder / "federation.toml")
-    started: list[subprocess.Popen[Any]] = []
+    path, said = folder / "federation.toml", folder / "monitor.out"
+    started: list[Forked] = []
 
-    def start(*command: str) -> subprocess.Popen[bytes]:
-        with (folder / f"{len(started)}.out").open("w") as output:
-            started.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+    def start(name: str, *arguments: object, **options: Any) -> Forked:
+        with (folder / f"{name}.out").open("w") as output:
+            started.append(Forked(*arguments, stdout=output, **options))
         return started[-1]
 
     try:
-        start(sys.executable, "-c", MEMBERS, str(folder), *(name for name in NAMES if name != "dave"))
-        monitor = subprocess.Popen(
-            [*program, "monitor", path, "--name", "alice", "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(monitor)
+        start("members", folder, *(name for name in NAMES if name != "dave"), program=MEMBERS)
+        monitor = start("monitor", "monitor", path, "--name", "alice", "--port", 0)
         # Once the others have compiled, he finds it in the cache.
         log = folder / NAMES[0] / "log.jsonl"
         until(lambda: log.exists() and '"ready"' in log.read_text(), "the first member is ready")
-        dave = start(*program, "peer", path, "--name", "dave", "--directory", str(folder / "dave"))
-        assert monitor.stdout is not None
-        found = re.search(r"http://\S+", monitor.stdout.readline())
-        assert found
-        yield Federation(found[0], dave, monitor)
+        dave = start("dave", "peer", path, "--name", "dave", "--directory", folder / "dave")
+        found = until(lambda: re.search(r"http://\S+(?=\s)", said.read_text()), "the monitor says where it is")
+        yield Federation(found[0], dave, monitor, said)
     finally:
         for process in started:
             process.kill()
-        for process in started:
-            process.communicate()
+            process.wait()
 
 
 def test_real_members_on_the_page(federation: Federation, visits: Visits) -> None:
@@ -735,9 +726,10 @@ def test_real_members_on_the_page(federation: Federation, visits: Visits) -> Non
 
 
 def test_the_monitor_ends_cleanly_when_told_to(federation: Federation) -> None:
+    before = federation.said.read_text()
     federation.monitor.send_signal(signal.SIGTERM)
-    output, errors = federation.monitor.communicate()
-    assert (federation.monitor.returncode, output, errors) == (0, "", "")
+    assert federation.monitor.wait() == 0
+    assert federation.said.read_text() == before
 
 
 def test_an_interrupt_ends_it_too(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -463,16 +464,15 @@ def page_path(tmp_path_factory: pytest.TempPathFactory, results: Results) -> Pat
     return path
 
 
-@pytest.fixture
-def open_page(browser: Browser, page_path: Path) -> Iterator[Callable[..., Page]]:
-    """Opens the page; at the end, nothing may have gone wrong and nothing may have been asked for but the page."""
+@pytest.fixture(scope="module")
+def pages(browser: Browser, page_path: Path) -> Iterator[Any]:
+    """The page, once for each width and scheme: to lay it out takes the browser seconds. And what was heard of it."""
     requests: list[str] = []
     troubles: list[str] = []
-    contexts = []
 
-    def open_it(width: int = 1280, scheme: Any = "light") -> Page:
+    @cache
+    def opened(width: int, scheme: Any) -> Page:
         context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
-        contexts.append(context)
         page = context.new_page()
         page.on("request", lambda request: requests.append(request.url))
         page.on("console", lambda message: troubles.append(message.text))
@@ -481,9 +481,24 @@ def open_page(browser: Browser, page_path: Path) -> Iterator[Callable[..., Page]
         page.wait_for_load_state("networkidle")
         return page
 
-    yield open_it
-    for context in contexts:
+    yield opened, requests, troubles
+    for context in browser.contexts:
         context.close()
+
+
+@pytest.fixture
+def open_page(pages: Any, page_path: Path) -> Iterator[Callable[..., Page]]:
+    """Opens the page; at the end, nothing may have gone wrong and nothing may have been asked for but the page."""
+    opened, requests, troubles = pages
+    used: list[Page] = []
+
+    def open_it(width: int = 1280, scheme: str = "light") -> Page:
+        used.append(opened(width, scheme))
+        return used[-1]
+
+    yield open_it
+    for page in used:  # as the next test expects it
+        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = false })")
     assert not troubles
     assert {url for url in requests if not url.startswith("data:")} == {page_path.as_uri()}
 
