@@ -141,7 +141,7 @@ class Cloud:
         num_rows = len(rows)
         usable = finite_rows(rows) if present is None else finite_rows(rows) & present
         shared = SharedRows.around(rows, usable, jnp.argmax(usable), majority, num_rows)
-        # Every point is a shared row, in order: what `of` would gather, without the gathers, which take long to compile.
+        # Every point is a shared row, in order: as `of` would find by gathering, which takes long to compile.
         nothing = rows[:0]
         return Cloud(shared, nothing, nothing, jnp.eye(num_rows + 1, dtype=rows.dtype), usable, shared.gram, own)
 
