@@ -443,6 +443,11 @@ COLOURS_ON_PAGE = """() => {
   seen["svg text"] = getComputedStyle(document.querySelector(".panel svg text")).fill;
   return [back, seen];
 }"""
+# All that tests change in the page, as the next test expects it.
+AS_FOUND = """() => {
+  delete document.documentElement.dataset.theme;
+  for (const each of document.querySelectorAll("details")) each.open = false;
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -497,8 +502,8 @@ def open_page(pages: Any, page_path: Path) -> Iterator[Callable[..., Page]]:
         return used[-1]
 
     yield open_it
-    for page in used:  # as the next test expects it
-        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = false })")
+    for page in used:
+        page.evaluate(AS_FOUND)
     assert not troubles
     assert {url for url in requests if not url.startswith("data:")} == {page_path.as_uri()}
 
