@@ -14,6 +14,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+from forking import Forked
 from live_federation import until
 from matplotlib import pyplot
 from PIL import Image, ImageSequence
@@ -66,6 +67,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         return subprocess.CompletedProcess(sys.argv, code, *capsys.readouterr())
 
     return run
+
+
+def forked(*arguments: object, folder: Path, **environment: str) -> Forked:
+    """A command in a process of its own; `said` reads what it says."""
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as errors:
+        return Forked(*arguments, stdout=out, stderr=errors, folder=folder, **environment)
+
+
+def said(folder: Path) -> tuple[str, str]:
+    return (folder / "out").read_text(), (folder / "err").read_text()
 
 
 def byzpg(*arguments: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -157,42 +168,35 @@ def test_options_on_the_line_come_before_those_in_the_file(run: Path) -> None:
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     """Even if a block never ends: its first step waits for a file that does not come."""
     options = ["--env", "host_tasks:patient", "--num-agents", "2", "--num-byzantine", "0", "--num-seeds", "1"]
-    line = [*START, "train", "--directory", "run", *options]
     told = {"BYZPG_WAIT": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
-    with subprocess.Popen(line, stdout=-1, stderr=-1, text=True, cwd=tmp_path, env=os.environ | told) as training:
-        assert training.stdout is not None
-        until(lambda: (tmp_path / "process").exists() or training.poll() is not None, "it is in the midst of a block")
-        training.send_signal(signal.SIGINT)
-        for said in training.stdout:
-            if said.startswith("Stopping after this block"):
-                break
-        training.send_signal(signal.SIGINT)
-        _, errors = training.communicate()
-    assert training.returncode == 130
-    assert errors == "Stopped. To go on from here: byzpg resume run\n"
+    training = forked("train", "--directory", "run", *options, folder=tmp_path, **told)
+    until(lambda: (tmp_path / "process").exists() or training.poll() is not None, "it is in the midst of a block")
+    training.send_signal(signal.SIGINT)
+    until(lambda: "Stopping after this block" in said(tmp_path)[0], "it says that it will stop")
+    training.send_signal(signal.SIGINT)
+    assert training.wait() == 130
+    assert said(tmp_path)[1] == "Stopped. To go on from here: byzpg resume run\n"
     assert not (tmp_path / "run" / "checkpoint.npz").exists()
 
 
 def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: Path) -> None:
     """From the configuration of the run above, so that both can be compared to the bit."""
-    line = ["train", "--config", run / "config.json", "--directory", "again"]
-    with subprocess.Popen([*START, *map(str, line)], stdout=-1, stderr=-1, text=True, cwd=tmp_path) as training:
-        assert training.stdout is not None
-        first = training.stdout.readline()
-        training.send_signal(signal.SIGINT)
-        said, errors = training.communicate()
+    training = forked("train", "--config", run / "config.json", "--directory", "again", folder=tmp_path)
+    first = until(lambda: said(tmp_path)[0], "it has begun")
+    training.send_signal(signal.SIGINT)
+    assert training.wait() == 130, said(tmp_path)
     assert "ByzPG with RFA on CartPole-v1" in first
-    assert training.returncode == 130, said + errors
-    assert "Stopping after this block of iterations; Ctrl-C again stops at once." in said
+    out, errors = said(tmp_path)
+    assert "Stopping after this block of iterations; Ctrl-C again stops at once." in out
     assert errors == "Stopped. To go on from here: byzpg resume again\n"
     stopped = load(tmp_path / "again")
     assert (stopped.complete, len(stopped.trajectories)) == (False, 8)
     assert not (tmp_path / "again" / "curves.png").exists()
 
-    done = byzpg("resume", "again", folder=tmp_path, JAX_LOG_COMPILES="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "_run_block" in done.stderr  # the control of the test of bad input, which asserts the contrary
-    assert "See it play: byzpg play again" in done.stdout
+    assert forked("resume", "again", folder=tmp_path, JAX_LOG_COMPILES="1").wait() == 0, said(tmp_path)
+    out, errors = said(tmp_path)
+    assert "_run_block" in errors  # the control of the test of bad input, which asserts the contrary
+    assert "See it play: byzpg play again" in out
     assert (tmp_path / "again" / "curves.png").read_bytes().startswith(b"\x89PNG")
     for part in (".", "plain-averaging"):
         once, twice = load(run / part), load(tmp_path / "again" / part)
@@ -349,10 +353,10 @@ def test_certify_prints_every_rule_and_draws_a_picture(tmp_path: Path, here: Her
 
 def test_reproduce_draws_keeps_and_reports(tmp_path: Path, here: Here) -> None:
     line = ("reproduce", "fig1", "--task", "CartPole-v1", "--seeds", "2", "--trajectories", "20")
-    done = byzpg(*line, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 runs, preset tuned: 0 done, 3 to do." in done.stdout
-    assert re.search(r"100% of all after \d+ s", done.stdout)
+    assert forked(*line, folder=tmp_path).wait() == 0, said(tmp_path)
+    out, _ = said(tmp_path)
+    assert "3 runs, preset tuned: 0 done, 3 to do." in out
+    assert re.search(r"100% of all after \d+ s", out)
     folder = tmp_path / "reproduction"
     name = "fig1-CartPole-v1-tuned-2-seeds-20-trajectories"
     assert {path.name for path in folder.iterdir()} == {"runs", name, f"{name}.npz"}
@@ -365,9 +369,10 @@ def test_reproduce_draws_keeps_and_reports(tmp_path: Path, here: Here) -> None:
     for path in (folder / "runs").iterdir():
         assert load(path).complete
 
-    again = byzpg(*line, folder=tmp_path, JAX_LOG_COMPILES="1")
-    assert "3 runs, preset tuned: 3 done, 0 to do." in again.stdout
-    assert "_run_block" not in again.stderr
+    assert forked(*line, folder=tmp_path, JAX_LOG_COMPILES="1").wait() == 0, said(tmp_path)
+    out, errors = said(tmp_path)
+    assert "3 runs, preset tuned: 3 done, 0 to do." in out
+    assert "_run_block" not in errors
     assert "seconds" not in Results.load(folder / f"{name}.npz").provenance, "those of the training are not known here"
 
     page = here("report", folder / f"{name}.npz", "--figures", "pictures")
