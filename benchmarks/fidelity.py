@@ -40,7 +40,7 @@ def paired(policy: str, number: int, batch: int) -> None:
     for start in range(0, number, batch):
         episodes = [episode(seed, policy) for seed in range(start, min(start + batch, number))]
         theirs += episodes
-        ours += replay(STEP, LANDER, episodes, policy, batch)
+        ours += replay(STEP, LANDER, episodes, [policy] * len(episodes), batch)
         agreeing = [each.length == len(rewards) for each, (_, rewards) in zip(theirs, ours, strict=True)]
         say(f"{policy}: {len(ours)} of {number} seeds, same length {np.mean(agreeing):.1%}")
     pairs = list(zip(theirs, ours, strict=True))

@@ -4,7 +4,7 @@ Box2D has no wheel on some machines: tests take Gymnasium's episodes from `RECOR
 `python benchmarks/fidelity.py record`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,48 +115,50 @@ def replay(
     step: Callable[..., Any],
     environment: LunarLander,
     episodes: list[Episode],
-    policy: str,
+    policies: Sequence[str],
     batch: int,
     most: int = HORIZON,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Observations and rewards of our episodes, at most so many steps, from the same first states with the same chance.
 
-    Random actions are those Gymnasium's episode took; the heuristic looks at our own observation.
+    Each has its policy: random actions are those Gymnasium's episode took; the heuristic looks at our own observation.
+    One batch plays them all: an episode that ends makes way for the next.
     """
     observe = jax.jit(environment.observe)
-    results = []
-    for start in range(0, len(episodes), batch):
-        chosen = episodes[start : start + batch]
-        # One size for all batches, so one compilation.
-        chosen = chosen + chosen[:1] * (batch - len(chosen))
-        state = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.first for each in chosen))
-        # Chance goes on after the end of Gymnasium's episode, as far as it is known.
-        noise = np.stack([each.noise[np.minimum(np.arange(most), len(each.noise) - 1)] for each in chosen])
-        observation = np.stack(observe(state), axis=-1)
-        observations, rewards, ends, over = [observation], [], [], np.zeros(batch, bool)
-        for i in range(most):
-            if policy == "heuristic":
-                actions = heuristic(observation)
-            else:
-                actions = np.stack([each.actions[min(i, each.length - 1)] for each in chosen])
-            columns = (actions.astype(np.int32),) if actions.ndim == 1 else actions.T
-            state, reward, ended = step(state, tuple(columns), (noise[:, i, 0], noise[:, i, 1]))
+    firsts = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.first for each in episodes))
+    looks = np.array([policy == "heuristic" for policy in policies])
+    number = np.minimum(np.arange(batch), len(episodes) - 1)  # which episode is played at each place of the batch
+    busy, time = np.arange(batch) < len(episodes), np.zeros(batch, int)
+    waiting = iter(range(batch, len(episodes)))
+    state, fresh = jax.tree.map(lambda leaf: leaf[number], firsts), busy.copy()
+    observations: list[list[np.ndarray]] = [[] for _ in episodes]
+    rewards: list[list[np.ndarray]] = [[] for _ in episodes]
+    observation = np.zeros((batch, environment.observation_size))
+    while busy.any():
+        if fresh.any():
+            state = jax.tree.map(lambda first, now: np.where(fresh, first[number], now), firsts, state)
             observation = np.stack(observe(state), axis=-1)
-            observations.append(observation)
-            rewards.append(np.asarray(reward))
-            ends.append(np.asarray(ended))
-            over = over | ends[-1]
-            if over.all():
-                break
-        for j in range(min(batch, len(episodes) - start)):
-            length = int(np.argmax([end[j] for end in ends]) + 1) if over[j] else most
-            results.append(
-                (
-                    np.array([each[j] for each in observations[: length + 1]]),
-                    np.array([each[j] for each in rewards[:length]]),
-                )
-            )
-    return results
+            for place in np.flatnonzero(fresh):
+                observations[number[place]].append(observation[place])
+        chosen = [(episodes[k], t) for k, t in zip(number, time, strict=True)]
+        actions = np.stack([each.actions[min(t, each.length - 1)] for each, t in chosen])
+        if looks.any():
+            actions = np.where(looks[number], heuristic(observation), actions)
+        columns = (actions.astype(np.int32),) if actions.ndim == 1 else actions.T
+        # Chance goes on after the end of Gymnasium's episode, as far as it is known.
+        noise = np.stack([each.noise[min(t, len(each.noise) - 1)] for each, t in chosen])
+        state, reward, ended = step(state, tuple(columns), (noise[:, 0], noise[:, 1]))
+        observation, reward, time = np.stack(observe(state), axis=-1), np.asarray(reward), time + 1
+        for place in np.flatnonzero(busy):
+            observations[number[place]].append(observation[place])
+            rewards[number[place]].append(reward[place])
+        fresh[:] = False
+        for place in np.flatnonzero(busy & (np.asarray(ended) | (time >= most))):
+            following = next(waiting, None)
+            busy[place] = fresh[place] = following is not None
+            if following is not None:
+                number[place], time[place] = following, 0
+    return [(np.array(seen), np.array(paid)) for seen, paid in zip(observations, rewards, strict=True)]
 
 
 def outcome(rewards: np.ndarray) -> str:
