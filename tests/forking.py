@@ -46,13 +46,9 @@ class Forked:
         socket.send_fds(server.link, [json.dumps(request).encode()], streams)
         self.pid = server.number_of_the_next()
 
-    @property
-    def returncode(self) -> int | None:
-        return _server().ended.get(self.pid)
-
     def poll(self) -> int | None:
         _server().listen()
-        return self.returncode
+        return _server().ended.get(self.pid)
 
     def wait(self, timeout: float = 300.0) -> int:
         deadline = time.monotonic() + timeout
@@ -88,6 +84,7 @@ class _Server:
                 number, code = json.loads(said)
                 if code is None:
                     self.started.append(number)
+                    self.ended.pop(number, None)  # an earlier process of this number
                 else:
                     self.ended[number] = code
                 self.link.setblocking(False)
@@ -98,9 +95,7 @@ class _Server:
     def number_of_the_next(self) -> int:
         while not self.started:
             self.listen(wait=True)
-        number = self.started.pop()
-        self.ended.pop(number, None)  # of an earlier process
-        return number
+        return self.started.pop()
 
 
 @cache
