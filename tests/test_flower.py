@@ -483,9 +483,9 @@ def test_the_app_runs_in_flowers_simulation(tmp_path: Path) -> None:
         deployed.start_superlink("--insecure", "--simulation")
         federation = "num-supernodes=4 client-resources-num-cpus=1 init-args-num-cpus=2"
         said = deployed.run("--federation-config", federation, **{**SHORT, **options})
+        assert "3 steps in 3 rounds" in said, said
         run = kept_run(deployed)
     np.testing.assert_allclose(run.parameters["last"], twin.parameters["last"], rtol=0, atol=1e-6)
-    assert "3 steps in 3 rounds" in said
 
 
 @pytest.fixture(scope="module")
