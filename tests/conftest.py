@@ -34,7 +34,7 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # limit on its size, JAX locks the cache; without, a process could read what another is just writing, and warn of it.
 CACHES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHES / "byzpg-tests"))
-os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**26)  # of which the suite takes a third
+os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2**27)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 # Tests start dozens of programs, which would each compile our modules anew.

@@ -1,6 +1,7 @@
 """Programs in processes of their own that need not load JAX and byzpg first: forked from a process that has.
 
 A test process cannot be forked itself: JAX's threads would not be there. As a program, this file is that other process.
+What it starts has the same hash seed, and has byzpg's modules loaded; where that matters, use `subprocess`.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -45,10 +47,13 @@ class Forked:
         streams = [stdout.fileno(), (stderr or stdout).fileno()]
         socket.send_fds(server.link, [json.dumps(request).encode()], streams)
         self.pid = server.number_of_the_next()
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        _server().listen()
-        return _server().ended.get(self.pid)
+        if self.returncode is None:
+            _server().listen()
+            self.returncode = _server().ended.pop(self.pid, None)
+        return self.returncode
 
     def wait(self, timeout: float = 300.0) -> int:
         deadline = time.monotonic() + timeout
@@ -60,7 +65,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -84,7 +90,7 @@ class _Server:
                 number, code = json.loads(said)
                 if code is None:
                     self.started.append(number)
-                    self.ended.pop(number, None)  # an earlier process of this number
+                    self.ended.pop(number, None)  # of an earlier process with this number
                 else:
                     self.ended[number] = code
                 self.link.setblocking(False)
@@ -155,9 +161,10 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    # Both look at the environment only when they are loaded.
-    jax.config.update("jax_log_compiles", "JAX_LOG_COMPILES" in os.environ)
+    # In place of this file's own folder.
+    sys.path[:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    # JAX's configuration and Rich's consoles look at the environment when they are loaded: here is what tests vary.
+    jax.config.update("jax_log_compiles", os.environ.get("JAX_LOG_COMPILES") == "1")
     console.width = errors.width = int(os.environ.get("COLUMNS", 80))
     sys.argv = ["byzpg", *request["arguments"]]
     exec(request["program"], {"__name__": "__main__"})

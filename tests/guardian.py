@@ -3,7 +3,7 @@
 Its standard input is a pipe from the guarded process: one line with the name of each test that begins, and an empty
 line when the test has ended. The pipe closes when the guarded process is gone. Then every process that carries its
 mark, all their descendants, and its network namespaces are removed. The mark is an environment variable, which
-children inherit even if they become daemons; those that are forked and run no other program have it not.
+children inherit even if they become daemons; what the test process itself forks, without a program, has it not.
 """
 
 import os

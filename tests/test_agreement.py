@@ -145,7 +145,7 @@ def clouds():
 @pytest.mark.parametrize(("rule", "num_agents", "f", "rounds", "attack"), ATTACKED)
 def test_attacked_agents_agree(rule, num_agents, f, rounds, attack):
     # After nine rounds MDA has agreed, after twelve the others have: more would show rounding errors only.
-    how = ATTACKS[0] if isinstance(rule, MDA) and num_agents == 13 else OneOf()  # it needs no program for the others
+    how = ATTACKS[attack] if isinstance(rule, MDA) and num_agents == 13 else OneOf()  # no program for the others
     history_of = history(rule, how, clouds()[:, :num_agents], f, 9 if isinstance(rule, MDA) else 12, attack)
     vectors = np.asarray(history_of, np.float64)
     check_one_round(rule, num_agents, f, vectors[:, :-1], vectors[:, 1:])

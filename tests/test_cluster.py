@@ -1,6 +1,8 @@
 """One simulation on several devices, and in several processes that act as one."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +88,17 @@ class Pair:
         coordinator = f"127.0.0.1:{free_ports(1)[0]}"
         common = [*command, "--devices", "2", "--coordinator", coordinator, "--processes", "2"]
         self.outputs = [folder / f"{process}.out" for process in range(2)]
-        self.processes = []
+        self.processes: list[Forked | subprocess.Popen[bytes]] = []
         for process, output in enumerate(self.outputs):
-            program = INTERRUPTED if interrupted and process == 0 else BYZPG
             (folder / f"at-{process}").mkdir(exist_ok=True)
             with output.open("wb") as file:
-                line, place = (*common, "--process", process), folder / f"at-{process}"
-                self.processes.append(Forked(*line, program=program, stdout=file, folder=place))
+                line, place = [*common, "--process", str(process)], folder / f"at-{process}"
+                if process == 0:
+                    program = INTERRUPTED if interrupted else BYZPG
+                    self.processes.append(Forked(*line, program=program, stdout=file, folder=place))
+                else:  # with a hash seed of its own
+                    alone = [sys.executable, "-m", "byzpg", *line]
+                    self.processes.append(subprocess.Popen(alone, stdout=file, stderr=subprocess.STDOUT, cwd=place))
 
     def end(self) -> list[int]:
         """The exit codes."""
@@ -101,6 +107,7 @@ class Pair:
         finally:
             for process in self.processes:
                 process.kill()
+                process.wait()
 
     def said(self) -> list[str]:
         return [output.read_text() for output in self.outputs]

@@ -89,7 +89,7 @@ CONFIGS = {
     "liars": replace(TINY, num_agents=5, attack="RandomAction", aggregator="TrimmedMean", rounds=1),
     "honest": replace(TINY, algorithm="ByzPG", num_agents=3, num_byzantine=0),
     "other-step": replace(TINY, algorithm="PAGE-PG", step_size=0.5),
-    # A run by itself, as other-step is after the crash below: to JAX these two are one program.
+    # It shares no program with the runs above; after the crash below, other-step goes on with this one's.
     "other-length": replace(TINY, algorithm="PAGE-PG", step_size=0.5, trajectories=84),
 }
 

@@ -91,6 +91,9 @@ def take_part_until(condition: Callable[[], bool], federation: Federation, manif
         try:
             async with asyncio.timeout(PATIENCE):
                 while not condition():
+                    for member in members:
+                        if member.done():
+                            member.result()  # or whatever ended it
                     await asyncio.sleep(0.05)
         finally:
             for member in members:

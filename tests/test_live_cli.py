@@ -54,10 +54,11 @@ sys.stdout.write(json.dumps(answers))
 
 def in_turn(commands: list[tuple[str, ...]], folder: Path) -> list[tuple[int, str]]:
     """Exit codes and texts of commands, one after the other."""
-    said = folder / "answers.json"
-    with said.open("w") as answers:
-        done = Forked(json.dumps(commands), program=SERVANT, stdout=answers, folder=folder, COLUMNS="200")
-    assert done.wait() == 0, said.read_text()
+    said, complaints = folder / "answers.json", folder / "complaints"
+    with said.open("w") as answers, complaints.open("w") as errors:
+        line = json.dumps(commands)
+        done = Forked(line, program=SERVANT, stdout=answers, stderr=errors, folder=folder, COLUMNS="200")
+    assert done.wait() == 0, complaints.read_text()
     return json.loads(said.read_text())
 
 

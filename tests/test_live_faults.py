@@ -246,9 +246,7 @@ def memory(federation: Federation, name: str) -> int:
     return int(next(line for line in statuses if line.startswith("VmRSS")).split()[1]) * 1024
 
 
-def test_a_killed_member_s_key_in_other_hands_does_no_harm_and_it_rejoins_with_what_the_others_have(
-    federation: Federation,
-) -> None:
+def test_a_stolen_key_does_no_harm_and_its_owner_rejoins(federation: Federation) -> None:
     """A large frame is refused before it is read, and a flood is cut off."""
     federation.kill("alice")
     away_since, rejoins = federation.iteration("alice"), len(federation.events("alice", "rejoin"))

@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -622,8 +624,7 @@ class Federation:
 
     url: str
     dave: Forked
-    monitor: Forked
-    said: Path  # by the monitor
+    monitor: subprocess.Popen[str]
 
 
 # Most members in one process: each of its own would load and compile the same.
@@ -652,7 +653,9 @@ asyncio.run(main())
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     folder = tmp_path_factory.mktemp("federation")
     made_manifest(folder, free_ports(len(NAMES)))
-    path, said = folder / "federation.toml", folder / "monitor.out"
+    path = folder / "federation.toml"
+    command = [sys.executable, "-m", "byzpg", "monitor", str(path), "--name", "alice", "--port", "0"]
+    monitor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started: list[Forked] = []
 
     def start(name: str, *arguments: object, **options: Any) -> Forked:
@@ -660,16 +663,23 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
             started.append(Forked(*arguments, stdout=output, **options))
         return started[-1]
 
-    try:
-        start("members", folder, *(name for name in NAMES if name != "dave"), program=MEMBERS)
-        monitor = start("monitor", "monitor", path, "--name", "alice", "--port", 0)
-        # Once the others have compiled, he finds it in the cache.
+    def ready() -> bool:
+        assert members.poll() is None, (folder / "members.out").read_text()
         log = folder / NAMES[0] / "log.jsonl"
-        until(lambda: log.exists() and '"ready"' in log.read_text(), "the first member is ready")
+        return log.exists() and '"ready"' in log.read_text()
+
+    try:
+        members = start("members", folder, *(name for name in NAMES if name != "dave"), program=MEMBERS)
+        # Once the others have compiled, he finds it in the cache.
+        until(ready, "the first member is ready")
         dave = start("dave", "peer", path, "--name", "dave", "--directory", folder / "dave")
-        found = until(lambda: re.search(r"http://\S+(?=\s)", said.read_text()), "the monitor says where it is")
-        yield Federation(found[0], dave, monitor, said)
+        assert monitor.stdout is not None
+        found = re.search(r"http://\S+", monitor.stdout.readline())
+        assert found
+        yield Federation(found[0], dave, monitor)
     finally:
+        monitor.kill()
+        monitor.communicate()
         for process in started:
             process.kill()
             process.wait()
@@ -726,10 +736,9 @@ def test_real_members_on_the_page(federation: Federation, visits: Visits) -> Non
 
 
 def test_the_monitor_ends_cleanly_when_told_to(federation: Federation) -> None:
-    before = federation.said.read_text()
     federation.monitor.send_signal(signal.SIGTERM)
-    assert federation.monitor.wait() == 0
-    assert federation.said.read_text() == before
+    output, errors = federation.monitor.communicate()
+    assert (federation.monitor.returncode, output, errors) == (0, "", "")
 
 
 def test_an_interrupt_ends_it_too(tmp_path: Path) -> None:
@@ -765,11 +774,10 @@ def test_nobody_waits_for_grpcs_own_thread(tmp_path: Path, monkeypatch: pytest.M
         await open_channel(made, 0, read_key(tmp_path / "alice.key", made.members[0]), 1, 2**20).close()
 
     gc.collect()  # what tests before this one have left
-    gc.freeze()  # and what they keep, which is much, is not looked through again
+    gc.freeze()  # and what they keep, which is much, need not be looked through again
     monkeypatch.setattr(threading.Thread, "join", noted)
     with ThreadPoolExecutor(1) as pool:  # this thread has the browser's event loop
         for _ in range(20):  # sometimes gRPC's thread has ended before anybody could wait for it
             pool.submit(lambda: asyncio.run(use_a_channel())).result()
             gc.collect()
-    gc.unfreeze()
     assert [name for name in waited_for if "poll" in name] == []

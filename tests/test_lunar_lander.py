@@ -351,7 +351,7 @@ def test_continuous_actions_are_gymnasiums() -> None:
 
     episodes = recorded("continuous")
     for theirs, (observations, rewards) in zip(
-        episodes, replay(step, environment, episodes, ["random"] * 8, 8, 40), strict=True
+        episodes, replay(step, environment, episodes, ["random"] * len(episodes), 8, 40), strict=True
     ):
         assert first_touch(theirs.observations) >= 40
         np.testing.assert_allclose(observations[:, :6], theirs.observations[:41, :6], rtol=0, atol=1e-4)

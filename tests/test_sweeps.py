@@ -444,7 +444,7 @@ def test_twelve_cells_here(user: Path) -> None:
         assert picture.format == "PNG"
 
 
-@pytest.mark.slow  # Ray alone takes half a minute to start and to end, on a busy machine many
+@pytest.mark.slow  # Ray takes half a minute to start and stop, and several minutes on a busy machine
 def test_twelve_cells_on_ray_are_the_same_to_the_bit(started: Callable[..., Command], user: Path) -> None:
     survive(started("twelve.toml", "--engine", "ray", "--workers", 2, "--directory", "on-ray", folder=user))
     assert results(user / "on-ray") == results(user / "sweeps" / "twelve")

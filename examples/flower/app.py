@@ -6,4 +6,5 @@ constructor recursion depth mismatch", cpython#106905), the more often the longe
 
 from byzpg.engines.flower import client_app, server_app
 
+# Flower looks for both names in this list.
 __all__ = ["client_app", "server_app"]
