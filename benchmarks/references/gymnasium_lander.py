@@ -1,7 +1,7 @@
-"""Gymnasium's LunarLander beside ours: its first states copied, its chance handed over, its episodes replayed.
+"""Gymnasium's LunarLander as the reference for ours: replay its episodes from the same states with the same noise.
 
-Box2D has no wheel on some machines: tests take Gymnasium's episodes from `RECORDED`, written by
-`python benchmarks/fidelity.py record`.
+Box2D has no wheel on some machines. Tests therefore read Gymnasium's episodes from `RECORDED`, which
+`python benchmarks/fidelity.py record` writes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,20 +14,20 @@ import jax
 import numpy as np
 from gymnasium.utils.seeding import np_random
 
+from byzpg._files import write_atomically
 from byzpg.envs.box2d import Contact, Pose, Velocity
 from byzpg.envs.lunar_lander import Body, Hinge, Leg, LunarLander, State
-from byzpg.files import write_atomically
 
 HORIZON = LunarLander.horizon
 RECORDED = Path(__file__).parent / "gymnasium_lander.npz"
-# Episodes on record, by policy; and steps beyond Gymnasium's end for which chance is on record.
+# The number of recorded episodes per policy, and for how many steps after the end of an episode noise is recorded.
 NUMBERS = {"random": 75, "heuristic": 40, "continuous": 8}
 ROOM = 100
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One episode of Gymnasium, with the draws that its steps made and would have made."""
+    """One episode of Gymnasium, with the noise that its steps drew and that later steps would have drawn."""
 
     first: State
     observations: np.ndarray
@@ -41,7 +41,7 @@ class Episode:
 
 
 def copied(inner: Any) -> State:
-    """Gymnasium's state after `reset`, where nothing touches the ground, as ours."""
+    """Convert Gymnasium's state after `reset`, where nothing touches the ground, to our state."""
 
     def scalar(value: float) -> Any:
         return np.float32(value)
@@ -73,7 +73,10 @@ def copied(inner: Any) -> State:
 
 
 def draws(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `reset` draws, heights and force, then the pairs of draws in [0, 1) of all steps, its own first."""
+    """The heights and the force that `reset` draws, and pairs of noise in [0, 1).
+
+    The first pair belongs to the step that `reset` takes, the others to the steps of the episode.
+    """
     generator, _ = np_random(seed)
     heights = generator.uniform(0, 400 / 30 / 2, size=12)
     force = generator.uniform(-1000, 1000, size=2)
@@ -101,7 +104,7 @@ def episode(seed: int, policy: str, *, continuous: bool = False) -> Episode:
 
 
 def heuristic(observation: np.ndarray) -> np.ndarray:
-    """Gymnasium's own controller for a batch [n, 8]."""
+    """Gymnasium's own controller, for a batch of observations [n, 8]."""
     x, y, x_speed, y_speed, angle, spin, left, right = observation.T
     turn = (np.clip(0.5 * x + x_speed, -0.4, 0.4) - angle) * 0.5 - spin
     lift = (0.55 * np.abs(x) - y) * 0.5 - y_speed * 0.5
@@ -119,15 +122,18 @@ def replay(
     batch: int,
     most: int = HORIZON,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Observations and rewards of our episodes, at most so many steps, from the same first states with the same chance.
+    """Play our episodes from Gymnasium's first states with Gymnasium's noise, for at most `most` steps each.
 
-    Each has its policy: random actions are those Gymnasium's episode took; the heuristic looks at our own observation.
-    One batch plays them all: an episode that ends makes way for the next.
+    Each episode has its policy: "random" repeats the actions of Gymnasium's episode, "heuristic" sees our own
+    observations. All episodes share one batch: when an episode ends, the next one takes its place.
+
+    Returns:
+        The observations and the rewards of each episode.
     """
     observe = jax.jit(environment.observe)
     firsts = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.first for each in episodes))
     looks = np.array([policy == "heuristic" for policy in policies])
-    number = np.minimum(np.arange(batch), len(episodes) - 1)  # which episode is played at each place of the batch
+    number = np.minimum(np.arange(batch), len(episodes) - 1)  # the episode at each place of the batch
     busy, time = np.arange(batch) < len(episodes), np.zeros(batch, int)
     waiting = iter(range(batch, len(episodes)))
     state, fresh = jax.tree.map(lambda leaf: leaf[number], firsts), busy.copy()
@@ -145,7 +151,7 @@ def replay(
         if looks.any():
             actions = np.where(looks[number], heuristic(observation), actions)
         columns = (actions.astype(np.int32),) if actions.ndim == 1 else actions.T
-        # Chance goes on after the end of Gymnasium's episode, as far as it is known.
+        # Our episode can be longer than Gymnasium's: the recorded noise continues beyond its end.
         noise = np.stack([each.noise[min(t, len(each.noise) - 1)] for each, t in chosen])
         state, reward, ended = step(state, tuple(columns), (noise[:, 0], noise[:, 1]))
         observation, reward, time = np.stack(observe(state), axis=-1), np.asarray(reward), time + 1
@@ -172,7 +178,7 @@ def first_touch(observations: np.ndarray) -> int:
 
 
 def record() -> None:
-    """Write `RECORDED`: episodes of Gymnasium from seeds 0, 1, ..., and first observations of many more."""
+    """Write `RECORDED`: Gymnasium's episodes from seeds 0, 1, ..., and the first observations of 1,000 seeds."""
     arrays: dict[str, np.ndarray] = {}
     for policy, number in NUMBERS.items():
         for seed in range(number):
@@ -188,7 +194,7 @@ def record() -> None:
 
 
 def recorded(policy: str) -> list[Episode]:
-    """Gymnasium's episodes on record."""
+    """The recorded episodes of Gymnasium."""
     environment = LunarLander()
     structure = jax.tree.structure(jax.eval_shape(environment.reset, jax.random.key(0)))
     with np.load(RECORDED) as arrays:

@@ -1,4 +1,7 @@
-"""Naive twins: every rule and attack in float64 NumPy, straight from its definition, as golden values."""
+"""Naive twins: every rule and attack in float64 NumPy, written straight from its definition.
+
+Tests take golden values from them, and `benchmarks/robust.py` times them as its baseline.
+"""
 
 from collections.abc import Callable
 from itertools import combinations
@@ -10,7 +13,7 @@ import numpy as np
 
 
 def present_rows(received: np.ndarray, f: int, present: np.ndarray | None = None) -> tuple[np.ndarray, int, np.ndarray]:
-    """The usable rows in float64, the faults left after the dropped rows, the rows' original positions."""
+    """The usable rows in float64, the faults that remain after dropped rows, and the rows' original positions."""
     received = np.asarray(received, dtype=np.float64)
     here = np.ones(len(received), dtype=bool) if present is None else np.asarray(present, dtype=bool)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -255,7 +258,7 @@ def buckets(rows: np.ndarray, permutation: np.ndarray, size: int) -> np.ndarray:
 
 
 def agree_mda(received: np.ndarray, own: int, f: int, present: np.ndarray | None = None) -> np.ndarray:
-    """The mean of the least-diameter subset, whoever the receiver is."""
+    """The mean of the least-diameter subset; the same at every receiver."""
     return mda(received, f, present)
 
 
@@ -265,7 +268,7 @@ def agree_gda(received: np.ndarray, own: int, f: int, present: np.ndarray | None
 
 
 def agree_trimmed_mean(received: np.ndarray, own: int, f: int, present: np.ndarray | None = None) -> np.ndarray:
-    """The coordinate-wise trimmed mean, whoever the receiver is."""
+    """The coordinate-wise trimmed mean; the same at every receiver."""
     return trimmed_mean(received, f, present)
 
 

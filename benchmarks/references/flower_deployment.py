@@ -1,4 +1,7 @@
-"""A real Flower deployment for tests: SuperLink and SuperNodes as processes on loopback, with TLS and known keys."""
+"""A real Flower deployment on this machine: SuperLink and SuperNodes as processes, with TLS and registered keys.
+
+The tests of the Flower engine and `benchmarks/scale.py` run `examples/flower` in it.
+"""
 
 import json
 import os
@@ -6,7 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,15 +24,25 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
-from live_federation import PATIENCE, free_ports, until
 
-APP = Path(__file__).parent.parent / "examples" / "flower"
+from byzpg.live.links import free_ports
+
+APP = Path(__file__).parents[2] / "examples" / "flower"
 TOOLS = Path(sys.executable).parent
 MARK = "BYZPG_TEST_DEPLOYMENT"  # in the environment of every process that a deployment starts
+PATIENCE = 200.0  # seconds to wait for an event
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {PATIENCE:.0f} s in vain until {what}")
+        time.sleep(0.05)
 
 
 def write_certificates(folder: Path) -> None:
-    """A certificate authority of its own (ca.crt), and the server's certificate (server.crt, server.key) by it."""
+    """Write a certificate authority (ca.crt), and a server certificate that it signed (server.crt, server.key)."""
     now = datetime.now(UTC)
 
     def certificate(name: str, key: Any, issuer: str, issuer_key: Any, authority: bool) -> x509.Certificate:
@@ -51,7 +65,7 @@ def write_certificates(folder: Path) -> None:
 
 
 def write_node_key(path: Path) -> Path:
-    """A SuperNode's key, and beside it the public half."""
+    """Write a SuperNode's private key, and its public key next to it."""
     key = ec.generate_private_key(ec.SECP384R1())
     path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
@@ -61,7 +75,7 @@ def write_node_key(path: Path) -> Path:
 
 @dataclass
 class Deployment:
-    """The processes of a deployment, and its folder, in which all of Flower's files are."""
+    """The processes of a deployment, and the folder that contains all of Flower's files."""
 
     folder: Path
     port: int
@@ -97,7 +111,7 @@ class Deployment:
         return (self.folder / f"{name}.log").read_text()
 
     def flwr(self, *options: str) -> str:
-        """What Flower's command line says."""
+        """Run Flower's command line and return its output."""
         command = [str(TOOLS / "flwr"), *options]
         done = subprocess.run(
             command,
@@ -107,7 +121,8 @@ class Deployment:
             cwd=self.folder,
             check=False,
         )
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
         return re.sub(r"\x1b\[\d*m", "", done.stdout)
 
     def start_superlink(self, *options: str) -> None:
@@ -115,20 +130,23 @@ class Deployment:
         addresses = ["--control-api-address", f"127.0.0.1:{control}", "--fleet-api-address", f"127.0.0.1:{fleet}"]
         superlink = self.start("superlink", "flower-superlink", "--port", str(self.port), *addresses, *options)
         until(lambda: "Uvicorn running" in self.log("superlink") or superlink.poll() is not None, "the SuperLink is up")
-        assert superlink.poll() is None, self.log("superlink")
+        if superlink.poll() is not None:
+            raise RuntimeError(self.log("superlink"))
 
     def start_secure_superlink(self) -> None:
-        """With TLS, and for registered SuperNodes only."""
+        """Start a SuperLink with TLS that accepts registered SuperNodes only."""
         files = {"ca-certfile": "ca.crt", "certfile": "server.crt", "keyfile": "server.key"}
         trust = [word for option, file in files.items() for word in (f"--ssl-{option}", str(self.folder / file))]
         self.start_superlink(*trust, "--enable-supernode-auth")
 
     def start_nodes(self, num_nodes: int) -> None:
-        """SuperNodes with keys of their own, each registered beforehand."""
+        """Start SuperNodes, each with its own key, which is registered first."""
         keys = [write_node_key(self.folder / f"node{number}.key") for number in range(num_nodes)]
         with ThreadPoolExecutor() as pool:
-            said = pool.map(lambda key: self.flwr("supernode", "register", str(key.with_suffix(".pub")), "here"), keys)
-            assert all("registered successfully" in each for each in said)
+            public = (str(key.with_suffix(".pub")) for key in keys)
+            for said in pool.map(lambda path: self.flwr("supernode", "register", path, "here"), public):
+                if "registered successfully" not in said:
+                    raise RuntimeError(said)
         for number, key in enumerate(keys):
             self.start_node(f"node{number}", key)
 
@@ -139,24 +157,25 @@ class Deployment:
         return self.start(name, "flower-supernode", *address, *trust)
 
     def run(self, *federation: str, **options: Any) -> str:
-        """`flwr run` to its end: what the server logged."""
+        """Call `flwr run`, wait until it ends, and return the server's log."""
         given = {**options, "directory": str(self.folder / "runs")}
-        config = (f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in given.items())  # TOML is so too
+        # JSON writes these values as TOML does.
+        config = (f"{name.replace('_', '-')}={json.dumps(value)}" for name, value in given.items())
         return self.flwr("run", str(APP), "here", "--stream", "--run-config", " ".join(config), *federation)
 
     def alive(self) -> list[str]:
-        """Processes of this deployment, whoever started them."""
+        """All processes of this deployment, those that Flower started among them."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if f"{MARK}={self.folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
                     found.append((process / "cmdline").read_text().replace("\0", " "))
-            except OSError:  # gone, or a stranger's
+            except OSError:  # the process has ended, or belongs to another user
                 continue
         return found
 
     def stop(self) -> None:
-        """End every process it started; those that Flower started end with them."""
+        """End the processes that were started here; those that Flower started end with them."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -167,7 +186,7 @@ class Deployment:
 
 @contextmanager
 def deployment(folder: Path, tls: bool) -> Iterator[Deployment]:
-    """A deployment, not started yet; with TLS, its certificates are there."""
+    """A deployment that is not started yet. With TLS, its certificates are written."""
     port, *others = free_ports(12)
     made = Deployment(folder, port, others)
     trust = f'root-certificates = "{folder / "ca.crt"}"' if tls else "insecure = true"
