@@ -1,8 +1,9 @@
-"""Continuous control: DecByzPG with Gaussian policies on Pendulum-v1 (JAX) and on a MuJoCo task of EnvPool.
+"""Continuous control: does DecByzPG learn with Gaussian policies beside Byzantine agents?
 
-    python benchmarks/continuous.py        # some six minutes on two cores
+    python benchmarks/continuous.py        # about six minutes on two cores
 
-Prints a table of docs/results/landers.md and writes its pictures.
+It trains on Pendulum-v1 (in JAX) and on a MuJoCo task of EnvPool, prints the table of docs/results/landers.md and
+writes its pictures. Baseline: the return of the first iteration, that is, of the untrained policy.
 """
 
 import time
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from byzpg import Config, figures, train
+from byzpg import Config, train
+from byzpg.experiments import figures
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 RUNS = {

@@ -1,12 +1,12 @@
-"""How fast whole training iterations are: rollouts, gradients, exchange and update together.
+"""The speed of whole training iterations: rollouts, gradients, exchange and update together.
 
     python benchmarks/engine.py steps         # environment steps per second, full-length episodes, K = 13
     python benchmarks/engine.py growth        # seconds per iteration and their shares for K = 13, 26, 52, 104
     python benchmarks/engine.py federations   # 100 federations of 13 agents × 4,000 trajectories, compilation included
-    python benchmarks/engine.py train         # `byzpg train` as a newcomer runs it
+    python benchmarks/engine.py train         # `byzpg train` with its defaults, as a newcomer runs it
 
-Baseline of `steps`: rollouts alone as they are usually written, Gymnasium's CartPole and a NumPy network, one step at a
-time. Times are the best of several, after compilation.
+Baseline of `steps`: rollouts alone, as they are usually written: Gymnasium's CartPole and a NumPy network, one step at
+a time. `growth` has the first row, K = 13, as its baseline. Times are the best of several runs after compilation.
 """
 
 import argparse
@@ -23,19 +23,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from byzpg import Config, exchange, train
-from byzpg.algorithms import Federation
+from byzpg import Config, train
 from byzpg.envs.cartpole import CartPole, State
-from byzpg.exchange import Phase
-from byzpg.gradients import gradient
-from byzpg.policies import Numbers
-from byzpg.rollouts import Clock, Episodes
-from byzpg.rules import Rule
-from byzpg.simulate import LARGE, SMALL, Simulation
+from byzpg.federation.algorithms import Federation
+from byzpg.federation.simulator import LARGE, SMALL, Simulation
+from byzpg.learning.gradients import gradient
+from byzpg.learning.policies import Numbers
+from byzpg.learning.rollouts import Clock, Episodes
+from byzpg.robust.exchange import Phase, exchange
+from byzpg.robust.rules import Rule
 
 
 class EndlessCartPole(CartPole):
-    """CartPole whose pole may fall: every episode has full length."""
+    """CartPole that does not end when the pole falls, so that every episode has full length."""
 
     def step(self, state: State, action: Numbers, noise: Numbers) -> tuple[State, jax.Array, jax.Array]:
         following, reward, fallen = super().step(state, action, noise)
@@ -43,7 +43,7 @@ class EndlessCartPole(CartPole):
 
 
 def best(function: Callable[[], object], repetitions: int = 5) -> float:
-    """Seconds of the fastest run, after one that compiles."""
+    """The seconds of the fastest run, after one run that compiles."""
     jax.block_until_ready(function())
     times = []
     for _ in range(repetitions):
@@ -53,7 +53,7 @@ def best(function: Callable[[], object], repetitions: int = 5) -> float:
     return min(times)
 
 
-# Batches of both sizes, whatever the presets are.
+# Both batch sizes occur, whatever the presets say.
 SETTING: dict[str, Any] = {"large_batch": 30, "small_batch": 4, "switch_probability": 0.2, "step_size": 5e-3}
 
 
@@ -74,7 +74,7 @@ def seconds_per_iteration(federation: Federation, num_seeds: int, batch: int) ->
 
 
 def gymnasium_steps_per_second() -> float:
-    """Rollouts one step at a time, with a NumPy network of the same size."""
+    """The baseline: one step at a time, with a NumPy network of the same size."""
     import gymnasium
 
     env, rng = gymnasium.make("CartPole-v1"), np.random.default_rng(0)
@@ -94,15 +94,15 @@ def gymnasium_steps_per_second() -> float:
 
 
 def operations_per_step(federation: Federation, batch: int) -> int:
-    """Floating-point operations of the network per environment step: forward passes 2 per weight, backward ones 4."""
+    """Floating-point operations of the network per environment step: 2 per weight forward, 4 per weight backward."""
     policy = federation.agent.policy
     weights = sum(matrix.size for matrix, _ in policy.unflatten(jnp.zeros(policy.dimension)))
-    # Large: play, gradient. Small: play, gradient at θ_t, log-probabilities and gradient at θ_{t−1}.
+    # A large batch needs play and a gradient; a small one also log-probabilities and a gradient at θ_{t−1}.
     return weights * (2 + 6 if batch == LARGE else 2 + 6 + 2 + 6)
 
 
 def matrix_peak() -> float:
-    """Single-precision operations per second of a large matrix product."""
+    """The single-precision operations per second of a large matrix product."""
     size = 2048
     matrix = jnp.ones((size, size))
     product = jax.jit(lambda a: jnp.dot(a, a, precision=jax.lax.Precision.HIGHEST))
@@ -144,7 +144,7 @@ def growth() -> None:
 
 
 def seconds_per_part(federation: Federation) -> list[float]:
-    """Rollouts, gradients, aggregation and agreement of a large batch, each as a program of its own."""
+    """The seconds of rollouts, gradients, aggregation and agreement of a large batch, each as its own program."""
     agent = federation.agent
     keys = jax.random.split(jax.random.key(0), federation.num_agents)
     parameters = jax.vmap(agent.policy.initial)(keys)
@@ -190,7 +190,7 @@ def federations(number: int, trajectories: int) -> None:
     seconds, steps = time.perf_counter() - started, np.sum(run.metrics["environment_steps"])
     print(
         f"{number} federations × 13 agents × {run.trajectories[-1]:,} trajectories on {jax.devices()[0].device_kind}: "
-        f"{seconds:.1f} s in all, {marks[0] - started:.1f} s to the end of the first block (compilation included); "
+        f"{seconds:.1f} s in total, {marks[0] - started:.1f} s until the first block ended (compilation included); "
         f"{steps / 1e6:,.0f} M environment steps, {steps / seconds / 1e6:.1f} M/s; "
         f"last return {run.returns[:, -1].mean():.0f}"
     )

@@ -1,11 +1,12 @@
-"""How like Gymnasium's LunarLander ours is.
+"""LunarLander fidelity: how closely our lander follows Gymnasium's.
 
-    python benchmarks/fidelity.py paired --policy random        # from Gymnasium's first states, with its chance
-    python benchmarks/fidelity.py paired --policy heuristic     # Gymnasium's controller, closed loop on either side
-    python benchmarks/fidelity.py independent                   # two samples of random play, each with its own chance
-    python benchmarks/fidelity.py record                        # Gymnasium's episodes for the tests
+    python benchmarks/fidelity.py paired --policy random       # the same first states, actions and noise in both
+    python benchmarks/fidelity.py paired --policy heuristic    # Gymnasium's controller, in closed loop on both sides
+    python benchmarks/fidelity.py independent                  # two samples of random play, each with its own noise
+    python benchmarks/fidelity.py record                       # write Gymnasium's episodes for the tests
 
-Each prints a Markdown table. Baseline: Gymnasium itself, one environment at a time.
+`--number 20` is a quick check. Each command but the last prints a Markdown table. Baseline: Gymnasium itself, one
+environment at a time (needs `pip install 'gymnasium[box2d]'`).
 """
 
 import argparse
@@ -13,16 +14,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-from gymnasium_lander import HORIZON, episode, first_touch, outcome, record, replay
+from references.gymnasium_lander import HORIZON, episode, first_touch, outcome, record, replay
 
 from byzpg.envs.lunar_lander import LunarLander, State
 
@@ -56,7 +53,7 @@ def paired(policy: str, number: int, batch: int) -> None:
     print(f"| same outcome | {np.mean(same_outcome):.1%} |\n| same length | {np.mean(same_length):.1%} |")
     print(f"| largest error of the first observation | {max(first):.1e} |")
     if policy == "random":
-        # The heuristic sees our own observations, so its actions part with rounding.
+        # The heuristic sees our own observations, so that rounding can change its actions.
         print(f"| largest error before the first touch: worst episode | {max(worst):.1e} |")
         print(f"| largest error before the first touch: median episode | {np.median(worst):.1e} |")
     for name, values in zip(("Gymnasium", "ours"), returns, strict=True):
@@ -65,7 +62,7 @@ def paired(policy: str, number: int, batch: int) -> None:
 
 
 def kolmogorov_smirnov(one: np.ndarray, other: np.ndarray) -> float:
-    """The p-value of the two-sample test, by its asymptotic distribution."""
+    """The p-value of the two-sample test, from its asymptotic distribution."""
     values = np.sort(np.concatenate([one, other]))
     shares = [np.searchsorted(np.sort(each), values, side="right") / len(each) for each in (one, other)]
     scaled = np.abs(shares[0] - shares[1]).max() * np.sqrt(len(one) * len(other) / (len(one) + len(other)))
@@ -86,7 +83,7 @@ def gymnasium_at_random(number: int) -> Iterator[tuple[float, int, str]]:
 
 
 def draw(key: jax.Array, batch: int) -> tuple[tuple[jax.Array], tuple[jax.Array, jax.Array]]:
-    """Random actions and the draws of one step."""
+    """Random actions and the noise of one step."""
     actions, one, other = jax.random.split(key, 3)
     chosen = jax.random.randint(actions, (batch,), 0, 4, jnp.int32)
     return (chosen,), (jax.random.uniform(one, (batch,)), jax.random.uniform(other, (batch,)))
@@ -94,7 +91,7 @@ def draw(key: jax.Array, batch: int) -> tuple[tuple[jax.Array], tuple[jax.Array,
 
 @jax.jit
 def play_on(state: State, keys: jax.Array) -> tuple[State, tuple[jax.Array, jax.Array]]:
-    """Some steps of random play: rewards and ends [steps, batch]."""
+    """Play len(keys) random steps; returns the rewards and the ends [steps, batch]."""
 
     def step(state: State, key: jax.Array) -> tuple[State, tuple[jax.Array, jax.Array]]:
         state, reward, ended = LANDER.step(state, *draw(key, state.ended.size))

@@ -1,10 +1,12 @@
-"""Do both landers learn alike? DecByzPG, 13 agents of which 3 are Byzantine (AvgZero), three seeds, tuned preset.
+"""Does DecByzPG learn on our lander as it learns on EnvPool's?
 
     python benchmarks/landers.py train --env LunarLander-v3 --trajectories 8000            # on a GPU
     python benchmarks/landers.py train --env envpool:LunarLander-v3 --trajectories 2250    # on two cores
     python benchmarks/landers.py compare                                                   # the table and the picture
 
-`train` writes docs/results/landers-….npz: returns [seed, cell] in cells of 45 trajectories per agent.
+The federation has 13 agents, of which 3 attack (AvgZero), and three seeds. Baseline: the same training on EnvPool,
+which uses Box2D. `train` writes docs/results/landers-….npz with returns [seed, iteration]; `--results FOLDER` (before
+the command) writes elsewhere.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import jax
 import numpy as np
 
 from byzpg import Config, train
-from byzpg.files import write_atomically
+from byzpg._files import write_atomically
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 ENVS = ("LunarLander-v3", "envpool:LunarLander-v3")
@@ -53,7 +55,7 @@ def run(env: str, trajectories: int, results: Path) -> None:
 
 
 def compare(results: Path) -> None:
-    from byzpg import figures
+    from byzpg.experiments import figures
 
     curves, last = [], 10**9
     for env in ENVS:

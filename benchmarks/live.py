@@ -1,11 +1,14 @@
-"""Rounds per second of the live federation against bare gRPC streams that move the same bytes.
+"""The speed of the live federation, and its use of memory and files over a long run.
 
-    python benchmarks/live.py rounds                 # K = 5, d = 5,000 and 1,000,000, both ways, and their ratio
-    python benchmarks/live.py soak --minutes 60      # one hour of training, memory and descriptors watched
+    python benchmarks/live.py rounds                                # K = 5, d = 5,000 and 1,000,000
+    python benchmarks/live.py rounds --dimension 5000 --repeats 1   # a quick check
+    python benchmarks/live.py soak --minutes 60                     # one hour of training
 
-`rounds`: K processes on loopback, each with a connection of mutual TLS to every other. Bare: every process writes one
-message of the same size to every other and waits for theirs, nothing else. Live: the peer of `byzpg peer`, with
-signatures, receipts, the log on disk and checkpoints, around a computation that does nothing.
+`rounds` measures rounds per second among five processes on loopback, each connected to every other by mutual TLS. The
+members are those of `byzpg peer`, with signatures, receipts, the outbox on disk and checkpoints, around a computation
+that does nothing. Baseline: bare gRPC streams over the same TLS, where every process sends one message of the same
+size to every other one, waits for theirs, and does nothing else. `soak` trains with one equivocating member and
+records each process's memory and open files; its baseline is the second tenth of the same run.
 """
 
 import argparse
@@ -38,7 +41,7 @@ STATE_VECTORS = 5  # θ_t, θ_{t−1}, v̂ and Adam's two moments
 
 
 class Idle:
-    """A computation that computes nothing: what is left is the cost of the rounds."""
+    """A computation that does nothing, so that only the cost of the rounds remains."""
 
     def __init__(self, dimension: int, num_iterations: int, rounds: int) -> None:
         self.dimension, self.num_iterations, self.rounds = dimension, num_iterations, rounds
@@ -69,7 +72,7 @@ class Idle:
 
 
 def found(folder: Path, training: dict[str, Any], times: Times) -> Manifest:
-    """A federation on loopback."""
+    """Write the keys and the manifest of a federation on loopback."""
     made = [generate(name, f"127.0.0.1:{port}") for name, port in zip(NAMES, free_ports(len(NAMES)), strict=True)]
     for identity in made:
         write_identity(folder, *identity)
@@ -78,7 +81,7 @@ def found(folder: Path, training: dict[str, Any], times: Times) -> Manifest:
     return manifest
 
 
-# One process
+# A member in its own process
 
 
 def live_member(folder: Path, own: int, dimension: int, num_iterations: int, rounds: int) -> None:
@@ -117,12 +120,12 @@ def bare_member(folder: Path, own: int, size: int, num_rounds: int) -> None:
 
     async def run() -> float:
         links: dict[int, tuple[Any, Any]] = {}
-        everyone, over = asyncio.Event(), asyncio.Event()
+        connected, over = asyncio.Event(), asyncio.Event()
 
         async def accept(requests: object, context: aio.ServicerContext) -> None:
             links[int.from_bytes(await context.read(), "big")] = context.read, context.write
             if len(links) == len(NAMES) - 1:
-                everyone.set()
+                connected.set()
             await over.wait()
 
         server = aio.server(options=channel_options(limit))
@@ -139,8 +142,8 @@ def bare_member(folder: Path, own: int, size: int, num_rounds: int) -> None:
             links[other] = call.read, call.write
             channels.append(channel)
         if len(links) == len(NAMES) - 1:
-            everyone.set()
-        await everyone.wait()
+            connected.set()
+        await connected.wait()
         times = []
         for _ in range(num_rounds):
             times.append(time.perf_counter())
@@ -161,7 +164,7 @@ def bare_member(folder: Path, own: int, size: int, num_rounds: int) -> None:
 
 
 def together(arguments: list[list[str]]) -> list[dict[str, float]]:
-    """The results of processes of this script, side by side."""
+    """Run several processes of this script at once, and return their results."""
     command = [sys.executable, __file__]
     processes = [subprocess.Popen([*command, *each], stdout=subprocess.PIPE, text=True) for each in arguments]
     outputs = [process.communicate()[0] for process in processes]
@@ -174,7 +177,7 @@ def measure(dimension: int, num_iterations: int, rounds: int, repeats: int, wher
     training = {"trajectories": 100}
     ratios, sizes = [], 0.0
     rates: dict[str, list[float]] = {"bare": [], "live": []}
-    for _ in range(repeats):  # alternating, since the machine is shared
+    for _ in range(repeats):  # alternating, so that other load on the machine affects both
         with tempfile.TemporaryDirectory(dir=where) as name:
             folder = Path(name)
             found(folder, training, Times(grace=30.0))
@@ -197,18 +200,18 @@ def measure(dimension: int, num_iterations: int, rounds: int, repeats: int, wher
     )
 
 
-# One hour
+# A long run
 
 
 def resources(process: subprocess.Popen[bytes]) -> tuple[float, int]:
-    """Resident mebibytes and open file descriptors."""
+    """The resident mebibytes and the open file descriptors of a process."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     resident = next(line for line in lines if line.startswith("VmRSS"))
     return int(resident.split()[1]) / 1024, len(os.listdir(f"/proc/{process.pid}/fd"))
 
 
 def done_by(folder: Path) -> int:
-    """Iterations of a member so far."""
+    """How many iterations a member has completed."""
     with (folder / "progress.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         lines = file.read().splitlines()
@@ -216,7 +219,7 @@ def done_by(folder: Path) -> int:
 
 
 def soak(minutes: float, every: float, output: Path) -> None:
-    """Train with five processes, one of them equivocating, and draw what each of them holds of the machine."""
+    """Train with five processes, one of them equivocating, and plot the memory and the files of each."""
     samples: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -224,9 +227,9 @@ def soak(minutes: float, every: float, output: Path) -> None:
         processes = []
         try:
             for member in NAMES:
-                liar = ["--attack", "Equivocate"] if member == NAMES[-1] else []
+                attacker = ["--attack", "Equivocate"] if member == NAMES[-1] else []
                 command = ["byzpg", "peer", str(folder / "federation.toml"), "--name", member, "--log", "json"]
-                command = [sys.executable, "-m", *command, "--directory", str(folder / member), *liar]
+                command = [sys.executable, "-m", *command, "--directory", str(folder / member), *attacker]
                 processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
             while not all((folder / member / "progress.jsonl").is_file() for member in NAMES):
                 time.sleep(1)
@@ -285,7 +288,7 @@ def main() -> None:
     rounds = commands.add_parser("rounds")
     rounds.add_argument("--repeats", type=int, default=3)
     rounds.add_argument("--dimension", type=int)
-    rounds.add_argument("--where", type=Path, help="where members keep their files; /dev/shm: not on one shared disk")
+    rounds.add_argument("--where", type=Path, help="folder of the members' files, for example /dev/shm")
     long = commands.add_parser("soak")
     long.add_argument("--minutes", type=float, default=60.0)
     long.add_argument("--every", type=float, default=10.0)

@@ -1,11 +1,13 @@
-"""How fast the rules are: every rule, applied at all K receivers under an equivocating attack.
+"""The speed of every rule, applied at all K receivers under an equivocating attack.
 
-    python benchmarks/robust.py                    # the three smaller sizes, and MDA's own table
-    python benchmarks/robust.py --sizes 100x1000000
+    python benchmarks/robust.py                      # the three smaller sizes, and MDA's own table
+    python benchmarks/robust.py --sizes 100x1000000  # K = 100, d = 1,000,000
+    python benchmarks/robust.py --sizes 5x50         # a quick check
 
-Baselines: (a) the naive NumPy twin of each rule (tests/twins.py), run once per receiver; (b) the matrix products any
-distance rule must pay: one K × K × d for the rows all receivers share, and f × K × d per receiver for the lies told to
-it alone (NumPy's BLAS or XLA, whichever is faster). Ours includes making the lies. Times are the best of several runs.
+Baselines: (a) the naive NumPy twin of each rule (benchmarks/references/twins.py), called once per receiver; (b) the
+matrix products that any rule based on distances needs: one K × K × d product for the rows that all receivers share,
+and one f × K × d product per receiver for the messages that only this receiver gets (NumPy's BLAS or XLA, whichever is
+faster). Our time includes computing the attack's messages. Times are the best of several runs.
 """
 
 import argparse
@@ -15,16 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from references import twins
 
-from byzpg import aggregators, agreement, attacks, exchange
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import twins
+from byzpg.robust import aggregators, agreement, attacks
+from byzpg.robust.exchange import exchange
 
 ATTACK = attacks.Equivocate()
 RULES: dict[str, tuple[aggregators.Aggregator | agreement.Agreement, Callable | None]] = {
@@ -61,7 +61,7 @@ RULES: dict[str, tuple[aggregators.Aggregator | agreement.Agreement, Callable | 
     "agreement.GDA": (agreement.GDA(), lambda x, f: twins.agree_gda(x, 0, f)),
     "agreement.TrimmedMean": (agreement.TrimmedMeanAgreement(), lambda x, f: twins.agree_trimmed_mean(x, 0, f)),
 }
-# At a million parameters a run takes 10 s or more: the main rules only, each in a process of its own to see its memory.
+# At a million parameters a run takes 10 s or more: only the main rules, each in its own process to measure its memory.
 LARGE_RULES = ["Krum", "MultiKrum", "RFA", "MDA", "agreement.MDA", "agreement.GDA", "Median", "TrimmedMean"]
 
 
@@ -81,39 +81,39 @@ def vectors(num_agents: int, dimension: int) -> np.ndarray:
 def matrix_products_ms(rows: np.ndarray, num_byzantine: int) -> float:
     """Baseline (b)."""
     num_agents = len(rows)
-    lies = rows[-num_byzantine:] * 2
+    told = rows[-num_byzantine:] * 2
     product = jax.jit(lambda left, right: jnp.matmul(left, right.T, precision="highest"))
-    on_device, lies_on_device = jnp.asarray(rows), jnp.asarray(lies)
+    on_device, told_on_device = jnp.asarray(rows), jnp.asarray(told)
     repeats = 1 if rows.size > 5e7 else 5
-    if num_agents * lies.size < 2e8:  # all receivers' lies in one product, as a good implementation would
-        lies = np.tile(lies, (num_agents, 1))
-        lies_on_device, times = jnp.asarray(lies), 1
+    if num_agents * told.size < 2e8:  # one product for all receivers, as a good implementation would do it
+        told = np.tile(told, (num_agents, 1))
+        told_on_device, times = jnp.asarray(told), 1
     else:
         times = num_agents
-    jax.block_until_ready((product(on_device, on_device), product(lies_on_device, on_device)))
-    blas = best_ms(lambda: rows @ rows.T, repeats) + times * best_ms(lambda: lies @ rows.T, repeats)
+    jax.block_until_ready((product(on_device, on_device), product(told_on_device, on_device)))
+    blas = best_ms(lambda: rows @ rows.T, repeats) + times * best_ms(lambda: told @ rows.T, repeats)
     xla = best_ms(lambda: product(on_device, on_device), repeats)
-    xla += times * best_ms(lambda: product(lies_on_device, on_device), repeats)
+    xla += times * best_ms(lambda: product(told_on_device, on_device), repeats)
     return min(blas, xla)
 
 
 def ours_ms(name: str, rows: np.ndarray, num_byzantine: int) -> tuple[float, int]:
-    """All receivers; and the f used, which the rule's own bound may lower."""
+    """The time of all receivers, and the f that was used, which the rule's own bound may lower."""
     rule, _ = RULES[name]
     num_agents = len(rows)
     num_byzantine = min(num_byzantine, rule.max_byzantine(num_agents))
     on_device, key = jnp.asarray(rows), jax.random.key(0)
-    liars = jnp.arange(num_agents - num_byzantine, num_agents)
+    attackers = jnp.arange(num_agents - num_byzantine, num_agents)
 
     def run() -> jax.Array:
-        return exchange(rule, on_device, byzantine=liars, attack=ATTACK, num_byzantine=num_byzantine, key=key)[0]
+        return exchange(rule, on_device, byzantine=attackers, attack=ATTACK, num_byzantine=num_byzantine, key=key)[0]
 
     jax.block_until_ready(run())  # compile
     return best_ms(run, 1 if rows.size > 5e7 else 3 if rows.size > 1e6 else 20), num_byzantine
 
 
 def naive_ms(name: str, rows: np.ndarray, num_byzantine: int) -> float | None:
-    """Baseline (a): one receiver, times K. None where a single receiver takes hours."""
+    """Baseline (a): the time of one receiver, times K. None if a single receiver would take hours."""
     _, twin = RULES[name]
     num_agents = len(rows)
     if twin is None or ("MDA" in name and num_agents > 13):
@@ -168,8 +168,8 @@ def least_diameter() -> None:
 
         run()
         print(f"| one receiver, K = {num_agents}, f = {num_byzantine} | {best_ms(run, 5):.3g} |", flush=True)
-    rows, liars, key = jnp.asarray(vectors(100, 50)), jnp.arange(76, 100), jax.random.key(0)
-    options = {"byzantine": liars, "num_byzantine": 24, "phase": "parameters", "key": key}
+    rows, attackers, key = jnp.asarray(vectors(100, 50)), jnp.arange(76, 100), jax.random.key(0)
+    options = {"byzantine": attackers, "num_byzantine": 24, "phase": "parameters", "key": key}
     for attack in (ATTACK, attacks.MDAFooling(), attacks.LargeNoise(scale=3.0)):
 
         def one_round(attack: attacks.Attack = attack) -> jax.Array:
@@ -182,7 +182,7 @@ def least_diameter() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["13x386", "13x4996", "50x100000"], metavar="KxD")
-    parser.add_argument("--one", choices=list(RULES), help="only this rule, at the first size: ms, f, peak GiB")
+    parser.add_argument("--one", choices=list(RULES), help="measure this rule alone at the first size: ms, f, peak GiB")
     arguments = parser.parse_args()
     sizes = [tuple(int(part) for part in size.split("x")) for size in arguments.sizes]
     if arguments.one:

@@ -1,17 +1,22 @@
-"""What it costs to go past one machine.
+"""The cost of large federations, of several processes, and of the engines Flower and Ray.
 
-    python benchmarks/scale.py agents     # seconds per iteration, peak memory at K = 13, 100, 1,000, against a sizing
-    python benchmarks/scale.py devices    # two processes as one against one, a core to each: parallel efficiency
-    python benchmarks/scale.py engines    # what Flower adds to an iteration, and Ray to a cell and its iterations
+    python benchmarks/scale.py agents               # seconds per iteration and peak memory at K = 13, 100 and 1,000
+    python benchmarks/scale.py agents --sizes 13    # a quick check
+    python benchmarks/scale.py devices              # the parallel efficiency of two processes with a core each
+    python benchmarks/scale.py engines              # what Flower adds to an iteration, and Ray to a cell of a sweep
 
-`agents`: one federation on CartPole-v1 with batches of two episodes, a fifth of its agents lying, without a server (one
-round of agreement by MDA or GDA) and with one. Every case is a process of its own. The sizing adds up its parts: play,
-which grows as K, and each rule called by itself at one receiver, as many times as receivers hold other vectors.
-From the same parts follows what an iteration costs when every agent has a machine and a link of its own.
+`agents`: one federation on CartPole-v1 with batches of two episodes, in which a fifth of the agents attack, without a
+server (one round of agreement by MDA or GDA) and with one. Every case runs in its own process. Baseline: a sizing that
+adds up the parts of an iteration. These are play, which grows linearly in K, and the time of each rule at one
+receiver, times the number of receivers that hold different vectors. From the same parts follows the cost of an
+iteration when every agent has its own machine and link.
 
-`engines`: the bare simulator is one program in one process. A Flower round is timed as the difference of a longer and a
-shorter `flwr run` of examples/flower, in Flower's simulation and over a deployment (SuperLink, four SuperNodes, TLS). A
-sweep of equal cells but for the seed is timed in one process, by local workers, and on Ray, with one worker each.
+`devices`: baseline is the same federation in one process on one core.
+
+`engines`: baseline is the bare simulator, one program in one process. A Flower round is timed as the difference
+between a longer and a shorter `flwr run` of examples/flower, in Flower's simulation and in a deployment (SuperLink,
+four SuperNodes, TLS). A sweep whose cells differ in the seed alone is timed in one process, by local workers, and on
+Ray, with one worker each.
 """
 
 import argparse
@@ -27,8 +32,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
 METHODS = ("averaging", "server", "MDA", "GDA")
 SIZES = (13, 100, 1000)
 DIMENSION = 386  # of CartPole's policy
@@ -43,7 +46,7 @@ def child(*arguments: str, core: int | None = None, **environment: str) -> subpr
 
 
 def result(process: subprocess.Popen[str]) -> Any:
-    """The last line that it printed."""
+    """Wait for a process, and return the last line that it printed."""
     output, _ = process.communicate()
     if process.returncode:
         sys.exit(f"failed: {' '.join(map(str, process.args))}")  # pyright: ignore[reportArgumentType]
@@ -51,15 +54,15 @@ def result(process: subprocess.Popen[str]) -> Any:
 
 
 def timed(simulation: Any, iterations: int, repeats: int) -> float:
-    """Seconds per iteration, the median."""
-    from byzpg.simulate import LARGE
+    """The median of the seconds per iteration."""
+    from byzpg.federation.simulator import LARGE
 
     states, seconds = simulation.start(), []
     for _ in range(repeats + 1):
         started = time.perf_counter()
         states, _ = simulation.run(states, [LARGE] * iterations, -1)
         seconds.append((time.perf_counter() - started) / iterations)
-    return statistics.median(seconds[1:])  # the first one compiles
+    return statistics.median(seconds[1:])  # the first run compiles
 
 
 # One simulation of many agents
@@ -90,28 +93,29 @@ def measure_agents(method: str, num_agents: int, aggregator: str, iterations: in
 
 
 def measure_rule(name: str, num_agents: int) -> None:
-    """Seconds of one rule at one receiver, with policies' vectors in number and size, and every fifth a liar's."""
+    """Print the seconds of one rule at one receiver that holds K vectors, a fifth of them from attackers."""
     import jax
 
-    from byzpg.registry import parse
+    from byzpg._registry import parse
 
     family = "agreement" if name in ("MDA", "GDA") else "aggregator"
-    rule, num_liars = parse(family, name), (num_agents - 1) // 5
+    rule, num_byzantine = parse(family, name), (num_agents - 1) // 5
     rows = jax.random.normal(jax.random.key(0), (num_agents, DIMENSION))
-    rows = rows.at[num_agents - num_liars :].set(-rows.mean(axis=0))
+    rows = rows.at[num_agents - num_byzantine :].set(-rows.mean(axis=0))
     own = {"own": 0} if family == "agreement" else {}
     seconds = []
     for _ in range(11):
         started = time.perf_counter()
-        jax.block_until_ready(rule(rows, num_byzantine=num_liars, **own))  # pyright: ignore[reportCallIssue]
+        jax.block_until_ready(rule(rows, num_byzantine=num_byzantine, **own))  # pyright: ignore[reportCallIssue]
         seconds.append(time.perf_counter() - started)
     print(json.dumps(statistics.median(seconds[1:])))
 
 
 def rounds_of(method: str, num_agents: int, aggregator: str) -> list[tuple[str, int]]:
-    """The rules of an iteration, each with how many receivers hold vectors that no other one holds.
+    """The rules of an iteration, each with the number of receivers that hold different vectors.
 
-    All honest receivers of common lies hold the same; every liar holds its own truth besides. GDA starts from the own.
+    The attack sends the same to all, so that all honest receivers hold the same vectors. An attacker also holds its own
+    honest vector. GDA depends on the receiver's own vector, so that its result differs at every receiver.
     """
     different = 1 + (num_agents - 1) // 5
     return {
@@ -150,21 +154,21 @@ def agents(arguments: argparse.Namespace) -> None:
             messages, agent, server = 2 * size, 4 * DIMENSION, 4 * DIMENSION * size
         else:
             messages, agent, server = 2 * size * (size - 1), 2 * (size - 1) * 4 * DIMENSION, 0
-        # A link is as fast in both directions, and its busiest end counts.
+        # A link has the same speed in both directions; its busier end limits it.
         link = 8 * max(agent, server) / LINK
         figures = f"{agent / 1e6:.3g} | {server / 1e6:.3g} | {link:.3g} | {rules_seconds:.3g} | {play:.2g}"
         print(f"| {method} | {messages:,} | {figures} |", flush=True)
 
 
-# Two processes as one
+# Two processes that act as one
 
 
 def measure_devices(num_seeds: int, num_agents: int, port: int, processes: int, process: int) -> None:
-    from byzpg import cluster
     from byzpg.config import Config
+    from byzpg.federation.devices import Hardware
 
     several = (f"127.0.0.1:{port}", processes, process) if processes > 1 else (None, None, None)
-    cluster.Hardware(1, *several).start()
+    Hardware(1, *several).start()
     config = Config(num_agents=num_agents, num_seeds=num_seeds, attack="LargeNoise")
     simulation = config.resolved().simulation()
     shape = tuple(simulation._mesh().shape.values())
@@ -189,7 +193,7 @@ def devices(arguments: argparse.Namespace) -> None:
 
 # Flower and Ray
 
-FLOWER: dict[str, Any] = {"env": "CartPole-v1", "algorithm": "ByzPG", "num_agents": 4, "num_declared": 1, "seed": 0}
+FLOWER: dict[str, Any] = {"env": "CartPole-v1", "algorithm": "ByzPG", "num_agents": 4, "num_byzantine": 1, "seed": 0}
 CELLS = 12
 GRID = f"""
 algorithm = "ByzPG"
@@ -203,14 +207,16 @@ seed = {list(range(CELLS))}
 
 
 def measure_bare(kind: str) -> None:
-    """Seconds per iteration of Flower's federation, or of the cells of the grid, one after the other."""
-    from byzpg import cluster, sweeps, training
+    """The baseline of `engines`: the seconds of an iteration of Flower's federation, or of all cells of the grid."""
+    from byzpg import training
     from byzpg.config import Config
+    from byzpg.experiments import sweeps
+    from byzpg.federation.devices import Hardware
 
-    cluster.Hardware(1).start()
+    Hardware(1).start()
     if kind == "flower":
-        simulation = Config(**FLOWER, num_byzantine=0, num_seeds=1).resolved().simulation()
-        print(json.dumps(timed(simulation, 1, 30)))  # one iteration at a time, as there
+        simulation = Config(**FLOWER, num_attackers=0, num_seeds=1).resolved().simulation()
+        print(json.dumps(timed(simulation, 1, 30)))  # one iteration at a time, as with Flower
         return
     with tempfile.TemporaryDirectory() as folder:
         grid = Path(folder) / "grid.toml"
@@ -224,8 +230,8 @@ def measure_bare(kind: str) -> None:
 
 
 def flower_round(folder: Path, secure: bool, rounds: tuple[int, int]) -> float:
-    """Seconds per round."""
-    from flower_deployment import deployment
+    """The seconds of a Flower round."""
+    from references.flower_deployment import deployment
 
     with deployment(folder, tls=secure) as made:
         if secure:
@@ -235,7 +241,7 @@ def flower_round(folder: Path, secure: bool, rounds: tuple[int, int]) -> float:
             made.start_superlink("--insecure", "--simulation")
         federation = [] if secure else ["--federation-config", f"num-supernodes={FLOWER['num_agents']}"]
         seconds = []
-        for number in (1, *rounds):  # the first one compiles
+        for number in (1, *rounds):  # the first run compiles
             started = time.perf_counter()
             made.run(*federation, **FLOWER, trajectories=15 * number)
             seconds.append(time.perf_counter() - started)
@@ -252,7 +258,7 @@ def engines(arguments: argparse.Namespace) -> None:
             seconds = flower_round(Path(folder), secure, rounds)
         print(f"| {name} | {seconds:.3f} | +{seconds - bare:.3f} s |", flush=True)
 
-    print(f"\n| {CELLS} cells, 13 workers, one core | s in all | s per cell on top | ms per iteration on top |")
+    print(f"\n| {CELLS} cells, 13 workers, one core | total, s | added per cell, s | added per iteration, ms |")
     print("|---|---:|---:|---:|")
     environment = {"NPROC": "1", "JAX_NUM_CPU_DEVICES": "1"}
     one = result(child("bare", "grid", core=0, **environment))

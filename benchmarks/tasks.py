@@ -1,17 +1,19 @@
-"""How fast tasks are played, with uniformly random actions.
+"""The speed of the tasks under uniformly random actions.
 
-    python benchmarks/tasks.py cpu     # ours, EnvPool and Gymnasium, on all cores of this machine
-    python benchmarks/tasks.py gpu     # ours at 1,024, 12,992 and 100,000 environments
+    python benchmarks/tasks.py cpu                        # ours, EnvPool and Gymnasium, on all cores of this machine
+    python benchmarks/tasks.py cpu --tasks CartPole-v1    # one task only
+    python benchmarks/tasks.py gpu                        # ours with 1,024, 12,992 and 100,000 environments
 
-Stepping: an environment whose episode ends begins again (ours: from its own first state), so that all steps count;
-after a warm-up in which their episodes fall out of step. Whole episodes: what a rollout does; it goes on until the last
-episode has ended, and a step counts where an episode is still under way. Best of several, after compilation.
+Baselines: EnvPool on all cores, and one Gymnasium environment. "Stepping": an environment whose episode ends starts
+again (ours: from its own first state), so that every step counts; a warm-up first lets the episodes get out of phase.
+"Whole episodes": a rollout, which continues until the last episode has ended; a step counts while its episode is
+running. Rates are the best of several runs after compilation.
 """
 
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,16 +24,16 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from byzpg.envs import ENVIRONMENTS, Environment
-from byzpg.policies import policy_for
-from byzpg.rollouts import rollout
+from byzpg.learning.policies import policy_for
+from byzpg.learning.rollouts import rollout
 
 TASKS = ("CartPole-v1", "LunarLander-v3")
 STEPS, WARM_UP = 50, 400
-SECONDS = 5.0  # of play for each measurement of another library
+SECONDS = 5.0  # per measurement of another library
 
 
 def best_rate(play: Callable[[], float], repetitions: int = 3) -> float:
-    """Steps per second of the fastest of several plays; each returns its number of steps."""
+    """The steps per second of the fastest of several calls; each returns its number of steps."""
     rates = []
     for _ in range(repetitions):
         started = time.perf_counter()
@@ -40,24 +42,24 @@ def best_rate(play: Callable[[], float], repetitions: int = 3) -> float:
     return max(rates)
 
 
-def dealt(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Compiled for all devices, each with its share of the leading axis."""
+def on_all_devices(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Compile a function for all devices; each gets its share of the leading axis."""
     devices, share = Mesh(np.asarray(jax.local_devices()), "agent"), PartitionSpec("agent")
     return jax.jit(jax.shard_map(function, mesh=devices, in_specs=share, out_specs=share, check_vma=False))
 
 
 def timed(play: Callable[[], float]) -> tuple[Callable[[], float], float]:
-    """The play, and the seconds its first time took."""
+    """The function, and the seconds of its first call."""
     started = time.perf_counter()
     play()
     return play, time.perf_counter() - started
 
 
 def whole_episodes(env: Environment, num_agents: int, num_episodes: int) -> tuple[Callable[[], float], float]:
-    """A play of num_agents × num_episodes episodes, and the seconds its compilation took."""
+    """A function that plays num_agents × num_episodes episodes, and the seconds of its compilation."""
     policy = policy_for("auto", env.observation_size, env.action_space, hidden=())
 
-    @dealt
+    @on_all_devices
     def lengths(keys: jax.Array) -> jax.Array:
         parameters = jnp.zeros((len(keys), policy.dimension))
         return rollout(env, policy, parameters, keys, num_episodes=num_episodes, horizon=env.horizon).lengths
@@ -71,13 +73,13 @@ def whole_episodes(env: Environment, num_agents: int, num_episodes: int) -> tupl
 
 
 def stepping(env: Environment, num_envs: int) -> tuple[Callable[[], float], float]:
-    """A play of STEPS steps of so many environments, and the seconds its compilation took."""
+    """A function that plays STEPS steps of num_envs environments, and the seconds of its compilation."""
 
-    @dealt
+    @on_all_devices
     def first(keys: jax.Array) -> Any:
         return jax.vmap(env.reset)(keys)
 
-    @dealt
+    @on_all_devices
     def go_on(first: Any, state: Any, keys: jax.Array) -> Any:
         def step(state: Any, key: jax.Array) -> tuple[Any, None]:
             action_key, noise_key = jax.random.split(key)
@@ -108,7 +110,7 @@ def stepping(env: Environment, num_envs: int) -> tuple[Callable[[], float], floa
 
 
 def envpool_steps(name: str, num_envs: int) -> float:
-    """EnvPool with all cores, in steps per second; its environments start anew by themselves."""
+    """The steps per second of EnvPool on all cores; its environments restart by themselves."""
     import envpool
 
     pool = envpool.make_gymnasium(name, num_envs=num_envs, num_threads=os.cpu_count())
@@ -122,7 +124,7 @@ def envpool_steps(name: str, num_envs: int) -> float:
 
 
 def gymnasium_steps(name: str) -> float:
-    """One Gymnasium environment, in steps per second; NaN where what it needs, such as Box2D, is not installed."""
+    """The steps per second of one Gymnasium environment; NaN if a dependency such as Box2D is not installed."""
     import gymnasium
 
     try:
@@ -139,10 +141,10 @@ def gymnasium_steps(name: str) -> float:
     return steps / (time.perf_counter() - started)
 
 
-def on_cpu() -> None:
+def on_cpu(tasks: Sequence[str]) -> None:
     print("| task | stepping, steps/s | compile, s | whole episodes | EnvPool | Gymnasium | × EnvPool | × Gymnasium |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    for name in TASKS:
+    for name in tasks:
         play, seconds = stepping(ENVIRONMENTS[name](), 4096)
         rate = best_rate(play)
         episodes = best_rate(whole_episodes(ENVIRONMENTS[name](), 64, 64)[0])
@@ -155,11 +157,11 @@ def on_cpu() -> None:
         )
 
 
-def on_gpu() -> None:
+def on_gpu(tasks: Sequence[str]) -> None:
     print(f"{jax.devices()[0].device_kind}\n")
     print("| task | environments | stepping, million steps/s | compile, s | whole episodes, million steps/s |")
     print("|---|---:|---:|---:|---:|")
-    for name in TASKS:
+    for name in tasks:
         for num_agents in (32, 406, 3125):
             play, seconds = stepping(ENVIRONMENTS[name](), num_agents * 32)
             rate = best_rate(play)
@@ -173,9 +175,10 @@ def on_gpu() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=("cpu", "gpu"))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
-    on_cpu() if arguments.where == "cpu" else on_gpu()
+    (on_cpu if arguments.where == "cpu" else on_gpu)(arguments.tasks)
 
 
 if __name__ == "__main__":
