@@ -75,10 +75,10 @@ class Federation:
         with (self.folder / f"{name}.out").open("ab") as output:
             self.processes[name] = Forked(*line, stdout=output, namespace=self.namespaces.get(name))
 
-    def start_all(self, *options: str, liar: str | None = None) -> None:
-        """All members, the last one as a liar if told so; the first compiles what the others then find in the cache."""
+    def start_all(self, *options: str, attacker: str | None = None) -> None:
+        """All members, the last one as an attacker if told so; the first compiles what the others then find in the cache."""
         for name in NAMES:
-            self.start(name, *options, *(["--attack", liar] if liar is not None and name == NAMES[-1] else []))
+            self.start(name, *options, *(["--attack", attacker] if attacker is not None and name == NAMES[-1] else []))
             if name == NAMES[0]:
                 until(lambda: self.processes[NAMES[0]].poll() is not None or self.events(NAMES[0], "ready"), "it is up")
 

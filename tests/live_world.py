@@ -1,6 +1,6 @@
-"""A federation in memory: a network, disks, crashes and liars, all of them drawn from one seed.
+"""A federation in memory: a network, disks, crashes and attackers, all of them drawn from one seed.
 
-Every member but the liars is `live.peer.Peer` without its input and output: it carries out the protocol's actions in
+Every member but the attackers is `live.peer.Peer` without its input and output: it carries out the protocol's actions in
 order, computes one thing after the other, and after a crash goes on from its disk. A crash can come before any action.
 `World.run` raises `Violation` where the protocol breaks a promise; `python tests/live_world.py SEED` prints the trace.
 """
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from byzpg.agreement import MDA
 from byzpg.live.protocol import (
     NOTHING,
     Action,
@@ -39,6 +38,7 @@ from byzpg.live.protocol import (
     SendState,
     SetTimer,
 )
+from byzpg.robust.agreement import MDA
 
 # In units of a message's usual delay. The long linger outlasts every fault and what it takes to recover from it.
 GRACE, START_GRACE, LINGER, LONG_LINGER, RETRY, FLUSH = 4.0, 10.0, 100.0, 250.0, 5.0, 1.0
@@ -124,7 +124,7 @@ class Secret(NamedTuple):
 class Member:
     """One member: `Peer`, on a simulated disk."""
 
-    liar = False
+    attacker = False
 
     def __init__(self, world: "World", own: int) -> None:
         self.world, self.own = world, own
@@ -265,7 +265,7 @@ class Member:
             self.firsts.setdefault((step, sender), message)
         if actions := protocol.received(message):
             self.do(actions)
-        if sender in world.liars or kind == "state":
+        if sender in world.attackers or kind == "state":
             self.check_memory()
 
     # Computing
@@ -287,7 +287,7 @@ class Member:
     def saved(self, iteration: int) -> None:
         self.burn()
         self.checkpoint = iteration, self.state
-        if not self.liar:
+        if not self.attacker:
             self.world.states.setdefault(iteration, {})[self.own] = self.state
         self.burn()
 
@@ -344,7 +344,7 @@ class Member:
             sender = message.sender
             if message is not self.firsts.get((step, sender)):
                 world.violated(f"{self.own} did not count the first message of {sender} in step {step}")
-            if step in self.sealed and sender not in world.liars:
+            if step in self.sealed and sender not in world.attackers:
                 for witnessed, of_step, digest, _ in message.receipts:
                     if theirs.get(witnessed, digest) != digest:
                         if (witnessed, of_step) not in self.accusations:
@@ -366,7 +366,7 @@ class Member:
         world = self.world
         sound = first[:2] == second[:2] and first.digest != second.digest
         world.require(sound and world.verify(first) and world.verify(second), f"{self.own} has evidence of nothing")
-        world.require(first.sender in world.liars, f"{self.own} accuses {first.sender}, who is honest")
+        world.require(first.sender in world.attackers, f"{self.own} accuses {first.sender}, who is honest")
         self.accusations.add((first.sender, first.step))
 
     def check_memory(self) -> None:
@@ -382,10 +382,10 @@ class Member:
                 self.world.violated(f"{self.own} keeps {kept} {what}, more than {most}")
 
 
-class Liar(Member):
+class Attacker(Member):
     """A member that follows the protocol where it likes, and can sign what it likes, in its own name."""
 
-    liar = True
+    attacker = True
 
     def __init__(self, world: "World", own: int) -> None:
         super().__init__(world, own)
@@ -485,8 +485,8 @@ class World:
         # Beyond f: for a while more members are in trouble than the protocol tolerates.
         self.beyond = random.random() < 0.2
         self.must_end = True
-        liars = random.randint(min(1, self.num_faulty), self.num_faulty) if random.random() < 0.5 else 0
-        self.liars = set(random.sample(range(self.num_members), liars))
+        attackers = random.randint(min(1, self.num_faulty), self.num_faulty) if random.random() < 0.5 else 0
+        self.attackers = set(random.sample(range(self.num_members), attackers))
 
         self.now, self.serial, self.events = 0.0, 0, 0
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -500,8 +500,8 @@ class World:
         self.targets = [
             complex(random.uniform(-1, 1), random.uniform(-1, 1) if self.plane else 0) for _ in range(self.num_members)
         ]
-        self.members = [Liar(self, k) if k in self.liars else Member(self, k) for k in range(self.num_members)]
-        self.honest = [member for member in self.members if not member.liar]
+        self.members = [Attacker(self, k) if k in self.attackers else Member(self, k) for k in range(self.num_members)]
+        self.honest = [member for member in self.members if not member.attacker]
         self.waiting = len(self.honest)
         self.linger = LONG_LINGER
         if self.beyond:
@@ -512,7 +512,7 @@ class World:
             self.after(self.healing, self.heal_all)
         else:
             self.healing = PATIENCE
-            num_faults = random.randrange(5) if len(self.liars) < self.num_faulty else 0
+            num_faults = random.randrange(5) if len(self.attackers) < self.num_faulty else 0
             for _ in range(num_faults):
                 self.after(random.uniform(0, LAST_FAULT), self.fault, 3)
             self.linger = LONG_LINGER if num_faults else LINGER
@@ -597,7 +597,7 @@ class World:
         sound = [member for member, bad in zip(self.honest, trouble, strict=True) if not bad and not member.finished]
         if not sound:
             return
-        if not self.beyond and len(self.liars) + sum(trouble) >= self.num_faulty:
+        if not self.beyond and len(self.attackers) + sum(trouble) >= self.num_faulty:
             if again:
                 self.after(self.drawn(5.0), self.fault, again - 1)
             return
@@ -646,11 +646,11 @@ class World:
             self.restart(member)
         reached = [0 if member.checkpoint is None else member.checkpoint[0] for member in self.honest]
         far_behind = sum(iteration < max(reached) - 1 for iteration in reached)
-        self.must_end = far_behind + len(self.liars) <= self.num_faulty or not far_behind
+        self.must_end = far_behind + len(self.attackers) <= self.num_faulty or not far_behind
         self.note("heal", reached, self.must_end)
 
     def left(self, member: Member) -> None:
-        if not member.liar:
+        if not member.attacker:
             self.waiting -= 1
 
     # Promises
@@ -663,8 +663,8 @@ class World:
             self.require(same, f"{member.own} contradicts itself in step {message.step}")
 
     def agreed(self, member: Member, action: Combine, result: complex) -> None:
-        came = sum(message is not None and message.sender not in self.liars for message in action.messages)
-        if not member.liar and len(self.honest) - came + len(self.liars) <= self.num_faulty:
+        came = sum(message is not None and message.sender not in self.attackers for message in action.messages)
+        if not member.attacker and len(self.honest) - came + len(self.attackers) <= self.num_faulty:
             self.results.setdefault(action.step, []).append(result)
             self.counts["agreed"] += 1
 
@@ -679,12 +679,12 @@ class World:
 
     def adopted(self, member: Member, action: Adopt, state: complex) -> None:
         """An adopted state is near those of honest members, if few were missing."""
-        if member.liar:
+        if member.attacker:
             return
         self.counts["adopted"] += 1
-        honest = [k for k, each in enumerate(action.states) if each is not None and k not in self.liars]
+        honest = [k for k, each in enumerate(action.states) if each is not None and k not in self.attackers]
         missing = len(self.honest) - 1 - len(honest)
-        if missing + len(self.liars) <= self.num_faulty:
+        if missing + len(self.attackers) <= self.num_faulty:
             points = [self.states[action.iteration][k] for k in honest]
             away, apart = min(abs(state - point) for point in points), diameter(points)
             bound = 2 * apart + ROUNDING * (1 + max(map(abs, points)))

@@ -102,7 +102,8 @@ def test_sixty_four_bits_keep_the_type_of_the_input() -> None:
 import jax, numpy as np
 jax.config.update("jax_enable_x64", True)
 import twins
-from byzpg import aggregators, attacks, exchange
+from byzpg.robust import aggregators, attacks
+from byzpg.robust.exchange import exchange
 rng = np.random.default_rng(0)
 for dtype, tolerance in ((np.float32, 1e-4), (np.float64, 1e-9)):
     rows = (rng.normal(size=(13, 5)) + 3).astype(dtype)
@@ -118,6 +119,6 @@ for dtype, tolerance in ((np.float32, 1e-4), (np.float64, 1e-9)):
     agreed, _ = exchange(rule, rows, byzantine=[0, 1], attack=noise, num_byzantine=5, key=key)
     assert agreed.dtype == dtype
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks" / "references")}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr

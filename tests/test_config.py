@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from byzpg import agreement
-from byzpg.aggregators import NNM, RFA, Bucketing, Mean, TrimmedMean
-from byzpg.agreement import GDA, NoAgreement
-from byzpg.algorithms import ALGORITHMS
-from byzpg.attacks import IPM, AvgZero, FixedSet, NoAttack, RotatingSet
 from byzpg.config import PRESETS, Config, Settings
-from byzpg.gradients import GPOMDP, REINFORCE, ImportanceWeights
+from byzpg.federation.algorithms import ALGORITHMS
+from byzpg.learning.gradients import GPOMDP, REINFORCE, ImportanceWeights
+from byzpg.robust import agreement
+from byzpg.robust.aggregators import NNM, RFA, Bucketing, Mean, TrimmedMean
+from byzpg.robust.agreement import GDA, NoAgreement
+from byzpg.robust.attacks import IPM, AvgZero, FixedSet, NoAttack, RotatingSet
 
 # The task table of the paper, which all presets share but for what they name.
 TASK = {"horizon": 500, "discount": 0.999, "hidden": (16, 16), "large_batch": 50, "small_batch": 4}

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from byzpg import aggregators, agreement, rules
-from byzpg.aggregators import (
+from byzpg.robust import aggregators, agreement, rules
+from byzpg.robust.aggregators import (
     ARC,
     CAF,
     MDA,
@@ -37,7 +37,7 @@ from byzpg.aggregators import (
     PreAggregator,
     TrimmedMean,
 )
-from byzpg.agreement import GDA, Agreement, NoAgreement, TrimmedMeanAgreement
+from byzpg.robust.agreement import GDA, Agreement, NoAgreement, TrimmedMeanAgreement
 
 K, D, OWN = 13, 5, 4  # rows, columns, the receiver's own row
 KEY = jax.random.key(7)
@@ -53,7 +53,7 @@ class Case:
     permutes: bool = True  # the order of the rows does not matter
     translates: bool = True  # F(x + c) = F(x) + c
     agrees: str = "exactly"  # identical rows come back; "up to rounding"; or "no"
-    robust: bool = True  # the error stays within a constant times the honest spread, wherever the liars are
+    robust: bool = True  # the error stays within a constant times the honest spread, wherever the attackers are
 
     def __str__(self) -> str:
         return f"{self.rule} f={self.f}"

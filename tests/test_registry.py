@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from byzpg import aggregators, agreement, attacks
-from byzpg.aggregators import ARC, MDA, NNM, RFA, Bucketing, CenteredClipping, Clipping, Krum, MoNNA, TrimmedMean
-from byzpg.attacks import ALIE, IPM, AvgZero, FixedSet, LargeNoise, MDAFooling, MinSum, NonFinite, RotatingSet
-from byzpg.components import Component, nearest, plain_name
-from byzpg.registry import FAMILIES, parse, summary
+from byzpg._registry import FAMILIES, parse, summary
+from byzpg.robust import aggregators, agreement, attacks
+from byzpg.robust.aggregators import ARC, MDA, NNM, RFA, Bucketing, CenteredClipping, Clipping, Krum, MoNNA, TrimmedMean
+from byzpg.robust.attacks import ALIE, IPM, AvgZero, FixedSet, LargeNoise, MDAFooling, MinSum, NonFinite, RotatingSet
+from byzpg.robust.components import Component, nearest, plain_name
 
 WITH_OPTIONS: dict[str, list[Component]] = {
     "aggregator": [

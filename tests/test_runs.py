@@ -14,14 +14,14 @@ import pytest
 
 import byzpg
 from byzpg import Config, Run, training
-from byzpg.coin import CommonCoin
+from byzpg._files import write_atomically
 from byzpg.config import Settings
-from byzpg.files import write_atomically
+from byzpg.federation.schedule import CommonCoin
+from byzpg.federation.simulator import LARGE, SKIP, SMALL, Metrics, Simulation
 from byzpg.runs import RunDirectory
-from byzpg.simulate import LARGE, SKIP, SMALL, Metrics, Simulation
 from byzpg.training import BLOCK, Plan, Progress
 
-# Every test uses this one federation, so that it is compiled once. Liars, lies and play are drawn anew in every
+# Every test uses this one federation, so that it is compiled once. Attackers, their messages and play are drawn anew in every
 # iteration, and Adam counts them: what a resumed run takes up wrongly, it shows.
 TINY = Config(
     num_agents=5,

@@ -1,26 +1,31 @@
 """Byzantine fault-tolerant federated reinforcement learning.
 
-`train(Config(...))` trains a federation and gives back a `Run`; `load` and `resume` take a run's directory. Underneath:
-`aggregators`, `agreement` and `attacks`, the `exchange` that applies a rule at every receiver under an attack,
-`robustness`, which measures what a rule withstands, and `envs`.
+`train(Config(...))` trains a federation and returns a `Run`; `load` and `resume` take the directory of a run. The
+robust rules and attacks are in `byzpg.robust`, tasks in `byzpg.envs`.
 """
 
-from byzpg import aggregators, agreement, attacks, envs, robustness
-from byzpg.config import Config
-from byzpg.exchange import exchange
-from byzpg.runs import Run
-from byzpg.training import load, resume, train
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Config",
-    "Run",
-    "aggregators",
-    "agreement",
-    "attacks",
-    "envs",
-    "exchange",
-    "load",
-    "resume",
-    "robustness",
-    "train",
-]
+if TYPE_CHECKING:
+    from byzpg.config import Config
+    from byzpg.runs import Run
+    from byzpg.training import load, resume, train
+
+__version__ = version("byzpg")
+__all__ = ["Config", "Run", "__version__", "load", "resume", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: a member of a live federation needs neither the simulator nor the trainer.
+    if name == "Config":
+        from byzpg.config import Config as found
+    elif name == "Run":
+        from byzpg.runs import Run as found
+    elif name in ("load", "resume", "train"):
+        from byzpg import training
+
+        found = getattr(training, name)
+    else:
+        raise AttributeError(f"module 'byzpg' has no attribute {name!r}")
+    return found

@@ -11,19 +11,19 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import jax
 
 from byzpg import envs
-from byzpg.aggregators import NNM, RFA, Aggregator, Mean, TrimmedMean
-from byzpg.agreement import MDA, Agreement, NoAgreement
-from byzpg.algorithms import ALGORITHMS, Agent, Algorithm, Federation
-from byzpg.attacks import Attack, ByzantineSet, NoAttack
-from byzpg.components import Component, nearest, plain_name, unknown
-from byzpg.gradients import GPOMDP, REINFORCE, Estimator, ImportanceWeights
-from byzpg.policies import Policy, policy_for
-from byzpg.registry import fits, parse, type_name
-from byzpg.rules import Rule
-from byzpg.simulate import Simulation
-from byzpg.spaces import Box
+from byzpg._registry import fits, parse, type_name
+from byzpg.envs.spaces import Box
+from byzpg.federation.algorithms import ALGORITHMS, Agent, Federation
+from byzpg.federation.schedule import Conventions, Schedule
+from byzpg.learning.gradients import GPOMDP, REINFORCE, Estimator, ImportanceWeights
+from byzpg.learning.policies import Policy, policy_for
+from byzpg.robust.aggregators import NNM, RFA, Aggregator, Mean, TrimmedMean
+from byzpg.robust.agreement import MDA, Agreement, NoAgreement
+from byzpg.robust.attacks import Attack, ByzantineSet, NoAttack
+from byzpg.robust.components import Component, nearest, plain_name, unknown
+from byzpg.robust.rules import Rule
 
-# Of each task, what presets share unless they say otherwise: the paper's table, and for Pendulum our choice.
+# What presets share on each task unless they say otherwise: the paper's table and, for Pendulum, our choice.
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {"discount": 0.999, "hidden": (16, 16), "activation": "relu", "large_batch": 50, "small_batch": 4},
     "LunarLander-v3": {
@@ -35,7 +35,7 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "Pendulum-v1": {"discount": 0.97, "hidden": (32, 32), "activation": "tanh", "large_batch": 50, "small_batch": 4},
 }
-# Of a task that is in no table.
+# For a task that is in no table.
 OTHER_TASKS: dict[str, Any] = {
     "discount": 0.999,
     "hidden": (64, 64),
@@ -46,15 +46,13 @@ OTHER_TASKS: dict[str, Any] = {
 
 PAPER: dict[str, Any] = {
     "output_tanh": True,
-    "initialization": "seeded",
-    "coin": "common",
+    "conventions": "Paper",
     "optimizer": "adam",
     "step_size": 5e-3,
     "switch_probability": 0.2,
     "estimator": GPOMDP(),
     "importance": ImportanceWeights(),
     "gate": 1.0,
-    "memory": "paper",
     "aggregator": RFA(),
     "agreement": MDA(),
     "rounds": 5,
@@ -74,15 +72,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": PAPER,
     "theory": PAPER
     | {"optimizer": "sgd", "step_size": 5e-4, "switch_probability": "theory", "rounds": "theory", "output": "uniform"},
-    # What produced the published figures; docs/method.md says how that was found out.
+    # What produced the published figures; docs/concepts/method.md says how that was found out.
     "script": PAPER
     | {
         "activation": "tanh",
         "output_tanh": False,
-        "initialization": "script",
-        "coin": "script",
+        "conventions": "AuthorsScript",
         "step_size": 5e-4,
-        "memory": "script",
         "importance": ImportanceWeights(floor=1e-9),
         "aggregator": RFA.reference(),
     },
@@ -99,8 +95,9 @@ PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "script": {"LunarLander-v3": {"step_size": 1e-3}},
 }
 
-# The families in which the components of a configuration go by name.
+# The families of the components that a configuration names.
 FAMILY_OF = {
+    "conventions": "conventions",
     "attack": "attack",
     "byzantine_set": "byzantine set",
     "aggregator": "aggregator",
@@ -122,34 +119,34 @@ class Config:
     """What fills in the rest: tuned (learns fastest), paper (its table), theory (as proven), script (as published)."""
 
     num_agents: int | None = None
-    """Agents K, liars included. Left out: 13, or 1 for PAGE-PG."""
+    """Number of agents K, attackers included. Default: 13, or 1 for PAGE-PG."""
     num_byzantine: int | None = None
-    """Liars at work. Left out: as many as are declared, or ⌊(K − 1)/4⌋, or fewer if the rules tolerate fewer."""
-    num_declared: int | None = None
-    """Liars f that the rules are told to withstand. Left out: as many as are at work."""
+    """Number of Byzantine agents f the rules tolerate. Default: ⌊(K − 1)/4⌋, or fewer if the rules tolerate fewer."""
+    num_attackers: int | None = None
+    """Number of agents that really attack. Default: num_byzantine."""
     attack: Attack | str = "AvgZero"
-    """What liars do; `byzpg list` shows all attacks."""
+    """What attackers do; `byzpg list` shows all attacks."""
     byzantine_set: ByzantineSet | str = "FixedSet"
-    """Who lies when: FixedSet (the last f agents), FixedSet(members=(0, 3)), RotatingSet(period=1)."""
+    """Which agents attack when: FixedSet (the last ones), FixedSet(members=(0, 3)), RotatingSet(period=1)."""
 
     num_seeds: int = 4
-    """Independent repetitions, side by side. They share one sequence of large and small batches."""
+    """Number of independent repetitions, run side by side. They share one sequence of large and small batches."""
     seed: int = 0
     """The first seed; the others are the numbers after it."""
     trajectories: int = 1200
-    """Trajectories per agent; training ends with the iteration that reaches them."""
+    """Number of trajectories per agent; training ends with the iteration that reaches it."""
 
     aggregator: Aggregator | str | None = None
-    """How gradients are combined (ByzPG, DecByzPG): RFA, Krum, NNM(TrimmedMean()), Bucketing(RFA(), size=2), ..."""
+    """How gradients are aggregated (ByzPG, DecByzPG): RFA, Krum, NNM(TrimmedMean()), Bucketing(RFA(), size=2), ..."""
     agreement: Agreement | str | None = None
-    """How parameters are agreed upon (DecByzPG): MDA, GDA, TrimmedMeanAgreement, NoAgreement."""
+    """How agents agree on parameters (DecByzPG): MDA, GDA, TrimmedMeanAgreement, NoAgreement."""
     rounds: int | Literal["theory"] | None = None
-    """Rounds κ of agreement per iteration; theory: ⌈log2(NK/p²)⌉."""
+    """Number of agreement rounds κ per iteration; theory: ⌈log2(NK/p²)⌉."""
 
     large_batch: int | None = None
-    """Trajectories N of a large batch."""
+    """Number of trajectories N in a large batch."""
     small_batch: int | None = None
-    """Trajectories B of a small batch, at most N."""
+    """Number of trajectories B in a small batch, at most N."""
     switch_probability: float | Literal["theory"] | None = None
     """Probability p of a large batch, in (0, 1]; theory: 1/N."""
     estimator: Estimator | str | None = None
@@ -158,84 +155,60 @@ class Config:
     """ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number, floor=0)."""
     gate: float | Literal["health"] | None = None
     """β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: follows the weights."""
-    memory: Literal["paper", "script"] | None = None
-    """What the correction refers to: θ before the update and the common v; or, as in the published script, θ after the
-    agent's own step and its own estimate."""
-    coin: Literal["common", "script"] | None = None
-    """What tosses between large and small batches: a hash of θ_0, or the published script's generator."""
+    conventions: Conventions | str | None = None
+    """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Literal["adam", "sgd"] | None = None
-    """Adam, or plain SGD as in the theory."""
+    """Optimizer: Adam, or plain SGD as in the theory."""
     step_size: float | None = None
     """Step size η."""
 
     policy: Literal["auto", "categorical", "gaussian"] = "auto"
-    """auto: what fits the task's actions."""
+    """Kind of policy; auto chooses what fits the task's actions."""
     hidden: tuple[int, ...] | None = None
     """Sizes of the policy's hidden layers."""
     activation: Literal["relu", "tanh", "elu", "silu"] | None = None
     """Activation of the hidden layers."""
     output_tanh: bool | None = None
-    """A Tanh on the policy's outputs, as in the paper; it caps the probability of an action."""
-    initialization: Literal["seeded", "script"] | None = None
-    """The first parameters θ_0: drawn by the seed, or those of the published script, the same for all seeds."""
+    """Put a tanh on the policy's outputs, as in the paper; it bounds the probability of an action."""
     horizon: int | None = None
-    """Steps H after which an episode is cut off. Left out: the task's own."""
+    """Number of steps H after which an episode is cut off. Default: the task's own."""
     discount: float | None = None
     """Discount γ, in (0, 1]."""
     output: Literal["last", "uniform"] | None = None
-    """Which iterate is the result: the last, or one drawn uniformly, as in the theory. Both are saved."""
+    """Which iterate is the result: the last, or one drawn uniformly as in the theory. Both are saved."""
 
     def resolved(self) -> "Settings":
-        """Everything filled in and checked."""
+        """Fill in everything that was left out, and check it.
+
+        Raises:
+            ValueError: If an option has a wrong type or value; the message names the option, the value and the fix.
+        """
         defaults = {option.name: option.default for option in fields(self) if option.default is not None}
-        given: dict[str, Any] = defaults | {option: value for option, value in vars(self).items() if value is not None}
+        given: dict[str, Any] = defaults | {name: value for name, value in vars(self).items() if value is not None}
         for option in ("env", "preset", "algorithm"):
             if not isinstance(given[option], str):
                 raise ValueError(f"{option} must be a name, got {given[option]!r}.")
-        env = envs.make(given["env"])
-        if given["preset"] not in PRESETS:
-            raise ValueError(unknown("preset", given["preset"], PRESETS))
-        name = next((each for each in ALGORITHMS if plain_name(each) == plain_name(given["algorithm"])), None)
-        if name is None:
-            raise ValueError(unknown("algorithm", given["algorithm"], ALGORITHMS))
-        algorithm = ALGORITHMS[name]
-        task, preset = env.name.rpartition(":")[2], given["preset"]  # the same task, wherever it is played
-        values: dict[str, Any] = TASKS.get(task, OTHER_TASKS) | PRESETS[preset] | {"horizon": env.horizon}
-        values |= PRESETS_BY_TASK[preset].get(task, {})
-        if env.horizon is None and "horizon" not in given:
-            raise ValueError(f"{env.name} sets no limit to its episodes: say after how many steps to cut, --horizon.")
-        values |= {"num_agents": 1 if algorithm.single else 13, **self._without_effect(name, algorithm), **given}
-        values["algorithm"] = name
+        env, preset, name = given["env"], given["preset"], _algorithm_name(given["algorithm"])
+        if preset not in PRESETS:
+            raise ValueError(unknown("preset", preset, PRESETS))
+        values = {**_task_defaults(env, preset), **self._neutral_options(name), **given, "algorithm": name}
+        if "horizon" not in values:
+            raise ValueError(f"{env} does not limit the length of its episodes: set horizon, in steps.")
         for option, family in FAMILY_OF.items():
             if isinstance(values[option], str):
                 values[option] = parse(family, values[option])
-        if self.num_byzantine is None and self.num_declared is None:
-            num_agents = values["num_agents"] if isinstance(values["num_agents"], int) else 1  # refused below
-            rules = [values["aggregator"], values["agreement"]] if algorithm.agrees else [values["aggregator"]]
-            tolerated = [rule.max_byzantine(num_agents) for rule in rules if isinstance(rule, Rule)]
-            values["num_byzantine"] = max(0, min([(num_agents - 1) // 4, *tolerated]))
-        for one, other in (("num_byzantine", "num_declared"), ("num_declared", "num_byzantine")):
-            values.setdefault(one, values.get(other))
+        values.setdefault("num_agents", 1 if ALGORITHMS[name].single else 13)
+        values.setdefault("num_byzantine", _most_tolerated(values))
+        values.setdefault("num_attackers", values["num_byzantine"])
+        if values["num_attackers"] == 0:
+            values["attack"] = NoAttack()
         if self.small_batch is None and isinstance(values["large_batch"], int):
             values["small_batch"] = min(values["small_batch"], values["large_batch"])
-        if values["num_byzantine"] == 0:
-            values["attack"] = NoAttack()
-        # What theory prescribes is computed from the other options, once they are known to be sound.
-        by_theory = {option for option in ("switch_probability", "rounds") if isinstance(values[option], str)}
-        for option in by_theory:
-            if values[option] != "theory":
-                raise ValueError(f"{option} must be a number or 'theory', got {values[option]!r}.")
-        placeholders: dict[str, Any] = dict.fromkeys(by_theory, 1)
-        settings = Settings(**(values | placeholders))
-        if "switch_probability" in by_theory:
-            settings = replace(settings, switch_probability=1 / settings.large_batch)
-        if "rounds" in by_theory:
-            product = settings.large_batch * settings.num_agents / settings.switch_probability**2
-            settings = replace(settings, rounds=ceil(log2(product)))
-        return settings
+        return _with_theory(values)
 
-    def _without_effect(self, name: str, algorithm: Algorithm) -> dict[str, Any]:
-        """The options that the algorithm does not have, at the values that do nothing; setting others is an error."""
+    def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
+        """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
+        algorithm = ALGORITHMS[algorithm_name]
         values: dict[str, Any] = {}
         if not algorithm.robust:
             values |= {"aggregator": Mean()}
@@ -245,12 +218,12 @@ class Config:
             given = getattr(self, option)
             if given is not None and str(given).removesuffix("()") != str(neutral).removesuffix("()"):
                 fix = "use DecByzPG" if option != "aggregator" else "use ByzPG or DecByzPG"
-                raise ValueError(f"{option} = {given} has no effect with {name}: leave it out, or {fix}.")
+                raise ValueError(f"{option} = {given} has no effect with {algorithm_name}: leave it out, or {fix}.")
         return values
 
     @classmethod
     def load(cls, path: Path) -> "Config":
-        """A configuration from a .toml or .json file whose keys are the options."""
+        """Read a configuration from a .toml or .json file whose keys are the options."""
         try:
             text = path.read_text()
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -260,15 +233,74 @@ class Config:
 
     @classmethod
     def of(cls, values: object, source: str) -> "Config":
-        """A configuration from plain data: components as text, tuples as lists."""
+        """Make a configuration from plain data: components as text, tuples as lists; also with the options of 0.1."""
         if not isinstance(values, dict):
             raise ValueError(f"{source} must be a table of options, got {type(values).__name__}.")
+        values = _with_present_names(values)
         known = [option.name for option in fields(cls)]
         for option in values:
             if option not in known:
                 raise ValueError(f"{source}: there is no option {option!r}.{nearest(option, known)}")
         plain: dict[str, Any] = {o: tuple(value) if isinstance(value, list) else value for o, value in values.items()}
         return cls(**plain)
+
+
+def _algorithm_name(text: str) -> str:
+    for name in ALGORITHMS:
+        if plain_name(name) == plain_name(text):
+            return name
+    raise ValueError(unknown("algorithm", text, ALGORITHMS))
+
+
+def _task_defaults(env: str, preset: str) -> dict[str, Any]:
+    """What a preset says about a task, wherever the task is played (CartPole-v1, gymnasium:CartPole-v1)."""
+    task = envs.make(env)
+    name = task.name.rpartition(":")[2]
+    values = TASKS.get(name, OTHER_TASKS) | PRESETS[preset] | PRESETS_BY_TASK[preset].get(name, {})
+    return values if task.horizon is None else {"horizon": task.horizon, **values}
+
+
+def _most_tolerated(values: dict[str, Any]) -> int:
+    """The default of num_byzantine: a quarter of the agents, or what the rules in use tolerate if that is less."""
+    num_agents = values["num_agents"] if isinstance(values["num_agents"], int) else 1  # refused later
+    agrees = ALGORITHMS[values["algorithm"]].agrees
+    rules = [values["aggregator"], values["agreement"]] if agrees else [values["aggregator"]]
+    tolerated = [rule.max_byzantine(num_agents) for rule in rules if isinstance(rule, Rule)]
+    return max(0, min([(num_agents - 1) // 4, *tolerated]))
+
+
+def _with_theory(values: dict[str, Any]) -> "Settings":
+    """Settings with the options at "theory" computed from the other options, once those are known to be sound."""
+    by_theory = {option for option in ("switch_probability", "rounds") if isinstance(values[option], str)}
+    for option in by_theory:
+        if values[option] != "theory":
+            raise ValueError(f"{option} must be a number or 'theory', got {values[option]!r}.")
+    settings = Settings(**(values | dict.fromkeys(by_theory, 1)))
+    if "switch_probability" in by_theory:
+        settings = replace(settings, switch_probability=1 / settings.large_batch)
+    if "rounds" in by_theory:
+        product = settings.large_batch * settings.num_agents / settings.switch_probability**2
+        settings = replace(settings, rounds=ceil(log2(product)))
+    return settings
+
+
+def _with_present_names(values: dict[str, Any]) -> dict[str, Any]:
+    """The options of a file, with those that byzpg 0.1 wrote under today's names.
+
+    There, num_declared was f and num_byzantine the attackers; without num_declared, both were num_byzantine.
+    """
+    values = dict(values)
+    if "num_declared" in values:
+        if "num_byzantine" in values:
+            values["num_attackers"] = values.pop("num_byzantine")
+        values["num_byzantine"] = values.pop("num_declared")
+    paper = {"initialization": "seeded", "coin": "common", "memory": "paper"}
+    quirks = {option: values.pop(option) != ours for option, ours in paper.items() if values.get(option) is not None}
+    if quirks:
+        taken = {option: quirks.get(option, values.get("preset") == "script") for option in paper}
+        left_out = ", ".join(f"{option}=False" for option, is_taken in taken.items() if not is_taken)
+        values["conventions"] = f"AuthorsScript({left_out})" if any(taken.values()) else "Paper()"
+    return values
 
 
 @dataclass(frozen=True)
@@ -280,7 +312,7 @@ class Settings:
     preset: str
     num_agents: int
     num_byzantine: int
-    num_declared: int
+    num_attackers: int
     attack: Attack
     byzantine_set: ByzantineSet
     num_seeds: int
@@ -295,15 +327,13 @@ class Settings:
     estimator: Estimator
     importance: ImportanceWeights
     gate: float | Literal["health"]
-    memory: Literal["paper", "script"]
-    coin: Literal["common", "script"]
+    conventions: Conventions
     optimizer: Literal["adam", "sgd"]
     step_size: float
     policy: Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
     activation: Literal["relu", "tanh", "elu", "silu"]
     output_tanh: bool
-    initialization: Literal["seeded", "script"]
     horizon: int
     discount: float
     output: Literal["last", "uniform"]
@@ -319,7 +349,7 @@ class Settings:
         for option in ("num_agents", "num_seeds", "trajectories", "large_batch", "small_batch", "horizon"):
             if getattr(self, option) < 1:
                 raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}.")
-        for option in ("num_byzantine", "num_declared", "seed", "rounds"):
+        for option in ("num_byzantine", "num_attackers", "seed", "rounds"):
             if getattr(self, option) < 0:
                 raise ValueError(f"{option} must not be negative, got {getattr(self, option)}.")
         if self.seed + self.num_seeds > 2**31:
@@ -340,14 +370,14 @@ class Settings:
             raise ValueError(
                 f"{self.importance} weighs rewards one by one, which {self.estimator} does not: use GPOMDP."
             )
-        self.aggregator.check(self.num_agents, self.num_declared)
+        self.aggregator.check(self.num_agents, self.num_byzantine)
         if self.rounds:
-            self.agreement.check(self.num_agents, self.num_declared)
-        if self.num_byzantine >= self.num_agents:
+            self.agreement.check(self.num_agents, self.num_byzantine)
+        if self.num_attackers >= self.num_agents:
             raise ValueError(
-                f"num_byzantine must leave an honest agent: at most {self.num_agents - 1}, got {self.num_byzantine}."
+                f"num_attackers must leave an honest agent: at most {self.num_agents - 1}, got {self.num_attackers}."
             )
-        jax.eval_shape(lambda: self.byzantine_set(self.num_agents, self.num_byzantine, 0, jax.random.key(0)))
+        jax.eval_shape(lambda: self.byzantine_set(self.num_agents, self.num_attackers, 0, jax.random.key(0)))
         env = envs.make(self.env)
         if env.horizon is not None and self.horizon > env.horizon:
             raise ValueError(
@@ -368,7 +398,6 @@ class Settings:
             hidden=self.hidden,
             activation=self.activation,
             output_tanh=self.output_tanh,
-            initialization=self.initialization,
         )
 
     @property
@@ -380,38 +409,45 @@ class Settings:
     def seeds(self) -> tuple[int, ...]:
         return tuple(range(self.seed, self.seed + self.num_seeds))
 
-    def simulation(self) -> Simulation:
-        """The federation and the seeds this describes, alone."""
-        return Simulation((self.federation(),), self.seeds)
+    def schedule(self) -> Schedule:
+        """How long its agents train, and how often they sample a large batch."""
+        return Schedule(
+            seed=self.seed,
+            trajectories=self.trajectories,
+            switch_probability=self.switch_probability,
+            large_batch=self.large_batch,
+            small_batch=self.small_batch,
+            conventions=self.conventions,
+        )
 
     def federation(self) -> Federation:
         """The federation this describes."""
         algorithm = ALGORITHMS[self.algorithm]
         agent = Agent(
-            envs.make(self.env),
-            self.bound_policy(),
-            self.horizon,
-            self.discount,
-            self.large_batch,
-            self.small_batch,
-            self.estimator,
-            self.importance,
-            self.gate,
-            self.memory,
-            self.optimizer,
-            self.step_size,
+            env=envs.make(self.env),
+            policy=self.bound_policy(),
+            horizon=self.horizon,
+            discount=self.discount,
+            large_batch=self.large_batch,
+            small_batch=self.small_batch,
+            estimator=self.estimator,
+            importance=self.importance,
+            gate=self.gate,
+            optimizer=self.optimizer,
+            step_size=self.step_size,
+            conventions=self.conventions,
         )
         return Federation(
-            agent,
-            algorithm.centralized,
-            self.num_agents,
-            self.num_byzantine,
-            self.num_declared,
-            self.aggregator,
-            None if isinstance(self.agreement, NoAgreement) else self.agreement,
-            self.rounds,
-            self.attack,
-            self.byzantine_set,
+            agent=agent,
+            centralized=algorithm.centralized,
+            num_agents=self.num_agents,
+            num_attackers=self.num_attackers,
+            num_byzantine=self.num_byzantine,
+            aggregator=self.aggregator,
+            agreement=None if isinstance(self.agreement, NoAgreement) else self.agreement,
+            rounds=self.rounds,
+            attack=self.attack,
+            byzantine_set=self.byzantine_set,
         )
 
     def as_data(self) -> dict[str, Any]:

@@ -26,9 +26,10 @@ from zipfile import BadZipFile
 import jax
 import numpy as np
 
+from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
-from byzpg.files import write_atomically
-from byzpg.policies import Policy
+from byzpg.federation.schedule import Plan
+from byzpg.learning.policies import Policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +65,32 @@ class Run:
     settings: Settings
     trajectories: np.ndarray  # [iteration], per agent, up to and including the iteration
     large: np.ndarray  # [iteration], whether it sampled a large batch
-    metrics: Mapping[str, np.ndarray]  # name: [seed, iteration], documented in simulate.Metrics
+    metrics: Mapping[str, np.ndarray]  # name: [seed, iteration], documented in federation.metrics
     parameters: Mapping[str, np.ndarray]  # last, uniform: [seed, agent, d]
     output_iteration: int  # T̂
     complete: bool
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        plan: Plan,
+        *,
+        metrics: Mapping[str, np.ndarray],
+        last: np.ndarray,
+        uniform: np.ndarray,
+    ) -> "Run":
+        """A run as far as its metrics [seed, iteration] go, with parameters [seed, agent, d]."""
+        done = metrics["return_mean"].shape[1]
+        return cls(
+            settings,
+            plan.trajectories[:done],
+            plan.large[:done],
+            metrics,
+            {"last": last, "uniform": uniform},
+            plan.output_iteration,
+            complete=done == plan.num_iterations,
+        )
 
     @property
     def returns(self) -> np.ndarray:

@@ -1,16 +1,15 @@
-"""From configurations to runs: blocks of iterations, progress and checkpoints between them.
+"""From configurations to runs: blocks of iterations, with progress and checkpoints between them.
 
-Runs that differ in who takes part, who lies and what the others do about it share one program. Several processes that
-train as one (`cluster`) run the same blocks: the first tells the others which, and they keep nothing.
+Runs that differ only in their agents' number, rules and attacks share one program. Several processes that train as one
+(see `federation.devices`) run the same blocks: the first tells the others which, and they keep nothing.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from io import BytesIO
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
 
-from byzpg import cluster, published
-from byzpg.coin import CommonCoin
 from byzpg.config import Config, Settings
+from byzpg.federation import devices
+from byzpg.federation.metrics import METRICS
+from byzpg.federation.schedule import Plan
+from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState, States
 from byzpg.runs import Checkpoint, Run, RunDirectory
-from byzpg.simulate import LARGE, SKIP, SMALL, Metrics, Simulation, SimulationState, States
 
 # Iterations between two looks at the clock: few enough for Ctrl-C, enough to hide the way to the host and back.
 BLOCK = 8
-# Checkpoints are this far apart, and further where they are large: writing them is to take a small share of the time.
+# Checkpoints are this far apart, and further if they are large: writing them should take a small share of the time.
 CHECKPOINT_SECONDS = 5.0
 CHECKPOINT_SHARE = 0.05
 # What follows a block, in all processes alike.
 GO_ON, SAVE, STOP = range(3)
-# Steps of one batch of episodes in a shared program: more would no longer fit the memory (of a GPU: 140 GB of it), and
-# on a CPU not the cache either.
+# Steps in one batch of episodes of a shared program: more would not fit into memory (of a GPU: 140 GB of it), and on a
+# CPU not into the cache either.
 LARGEST_BATCH = {"cpu": 12_000_000, "gpu": 120_000_000}
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, or several that share a program."""
+    """How far a run is, or several runs that share a program."""
 
     iteration: int
     num_iterations: int
@@ -54,48 +54,40 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Which batch every iteration samples: known before the first one, as the coin is common."""
-
-    large: np.ndarray  # [iteration]
-    trajectories: np.ndarray  # [iteration], running total per agent
-    output_iteration: int  # T̂
-
-    @classmethod
-    def of(cls, settings: Settings, coin: CommonCoin) -> "Plan":
-        large, total = [], [0]
-        probability = settings.switch_probability
-        common = (coin.is_large(iteration, probability) for iteration in count())
-        tosses = common if settings.coin == "common" else published.tosses(probability)
-        while total[-1] < settings.trajectories:
-            large.append(next(tosses))
-            total.append(total[-1] + (settings.large_batch if large[-1] else settings.small_batch))
-        return cls(np.asarray(large), np.asarray(total[1:]), coin.output_iteration(len(large)))
-
-
 def train(config: Config, directory: str | Path | None = None, on_progress: OnProgress | None = None) -> Run:
-    """Train as configured. With a directory, everything is kept there and can be resumed; without, in memory alone."""
+    """Train a federation.
+
+    Args:
+        config: What to train.
+        directory: Where to keep the run, so that it can be resumed; without it, the run exists in memory alone.
+        on_progress: Called after every block of iterations. What it raises stops training, after a checkpoint.
+
+    Returns:
+        The run, with metrics and trained policies.
+
+    Raises:
+        ValueError: If the configuration is wrong or the directory is not empty; nothing is written then.
+    """
     settings = config.resolved()
     kept = None if directory is None else RunDirectory.create(Path(directory), settings)
-    return _run([_Pending(settings, kept, None)], on_progress)[0]
+    return _Program([_Pending(settings, kept, None)]).run(on_progress)[0]
 
 
 def resume(directory: str | Path, on_progress: OnProgress | None = None) -> Run:
-    """Continue a run from its last checkpoint; a complete one is just loaded.
+    """Continue a run from its last checkpoint; a complete run is only loaded.
 
-    On the same machine, with as many JAX devices as before, the result is to the bit as if it had never stopped.
+    On the same machine, with the same number of JAX devices, the result is the same to the bit as without the stop.
     """
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
         return kept.read_results()
-    return _run([_Pending(kept.settings(), kept, kept.read_checkpoint())], on_progress)[0]
+    return _Program([_Pending(kept.settings(), kept, kept.read_checkpoint())]).run(on_progress)[0]
 
 
 def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = None) -> None:
     """Continue many runs, as many as possible in one program; complete ones are left alone.
 
-    What a run computes is the same as alone up to rounding, which depends on what it shares a program with.
+    The result of a run is the same as alone up to rounding, which depends on the runs it shares a program with.
     """
     opened = [RunDirectory.open(directory) for directory in directories]
     pending = [_Pending(kept.settings(), kept, kept.read_checkpoint()) for kept in opened if not kept.complete]
@@ -114,13 +106,13 @@ def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = Non
             label = f"program {number} of {len(parts)} ({len(part)} runs), " if len(parts) > 1 else ""
             on_progress(replace(progress, done=done, label=label, seconds=time.monotonic() - started))
 
-        _run(part, None if on_progress is None else of_all)
+        _Program(part).run(None if on_progress is None else of_all)
         before += work
 
 
 def follow() -> None:
-    """As one of several processes that train as one: do what the first one does, until it is done."""
-    while message := cluster.bytes_of_first():
+    """As one of several processes that train as one, do what the first one does until it is done."""
+    while message := devices.bytes_of_first():
         with np.load(BytesIO(message), allow_pickle=False) as arrays:
             runs = json.loads(str(arrays["runs"]))
             parts = [_part(arrays, f"{index}/") for index in range(len(runs))]
@@ -128,8 +120,8 @@ def follow() -> None:
             _Pending(Config.of(values, "the first process").resolved(), None, Checkpoint.of(part) if part else None)
             for values, part in zip(runs, parts, strict=True)
         ]
-        with cluster.common_program():
-            _run(pending, None)
+        with devices.common_program():
+            _Program(pending).run(None)
 
 
 def _part(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -137,25 +129,29 @@ def _part(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray
 
 
 def _lead(pending: Sequence["_Pending"]) -> None:
-    """Tell those who follow this process what comes next."""
+    """Tell the processes that follow this one what comes next."""
     arrays = {"runs": np.asarray(json.dumps([each.settings.as_data() for each in pending]))}
     for index, each in enumerate(pending):
         if each.checkpoint is not None:
             arrays |= {f"{index}/{name}": values for name, values in each.checkpoint.as_arrays().items()}
     message = BytesIO()
     np.savez(message, allow_pickle=False, **arrays)
-    cluster.bytes_of_first(message.getvalue())
+    devices.bytes_of_first(message.getvalue())
 
 
 def dismiss() -> None:
-    """Let those go who follow this process."""
-    if cluster.leads() and not cluster.torn():
-        with suppress(JaxRuntimeError), cluster.common_program():  # whoever died has gone already
-            cluster.bytes_of_first(b"")
+    """Let the processes end that follow this one."""
+    if devices.leads() and not devices.torn():
+        with suppress(JaxRuntimeError), devices.common_program():  # a process that died has gone already
+            devices.bytes_of_first(b"")
 
 
 def load(directory: str | Path) -> Run:
-    """A run from its directory: complete, or as far as its last checkpoint."""
+    """Load a run from its directory: complete, or as far as its last checkpoint.
+
+    Raises:
+        ValueError: If the directory holds no run, or one without a checkpoint.
+    """
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
         return kept.read_results()
@@ -165,21 +161,26 @@ def load(directory: str | Path) -> Run:
             f"{directory} has not reached its first checkpoint: continue it with `byzpg resume {directory}`."
         )
     settings = kept.settings()
-    simulation = settings.simulation()
-    plan = Plan.of(settings, simulation.coin())
+    simulation = simulation_of(settings)
+    plan = settings.schedule().plan(simulation.initial_parameters())
     return _results(settings, plan, _restored(simulation, [checkpoint])[0], checkpoint.metrics)
+
+
+def simulation_of(*settings: Settings) -> Simulation:
+    """The simulation of the federations that settings describe, which must share their seeds."""
+    return Simulation(tuple(each.federation() for each in settings), settings[0].seeds)
 
 
 def _restored(simulation: Simulation, checkpoints: Sequence[Checkpoint]) -> States:
     states = []
     for start, checkpoint in zip(simulation.start(), checkpoints, strict=True):
         leaves, structure = jax.tree.flatten(start)
-        columns = {column.name: (len(simulation.seeds), checkpoint.iteration) for column in fields(Metrics)}
+        columns = {name: (len(simulation.seeds), checkpoint.iteration) for name in METRICS}
         fits = [(leaf.shape, leaf.dtype) for leaf in leaves] == [(leaf.shape, leaf.dtype) for leaf in checkpoint.state]
         if not fits or columns != {name: values.shape for name, values in checkpoint.metrics.items()}:
             raise ValueError(
                 "the checkpoint does not fit this version of byzpg: its arrays have other names or shapes. "
-                "Go on with the version that provenance.json names, or train anew in another directory."
+                "Continue with the version that provenance.json names, or train again in another directory."
             )
         states.append(jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in checkpoint.state]))
     return simulation.placed(tuple(states))
@@ -187,24 +188,27 @@ def _restored(simulation: Simulation, checkpoints: Sequence[Checkpoint]) -> Stat
 
 @dataclass(frozen=True)
 class _Pending:
-    """A run to do, or the rest of one."""
+    """A run to train, or the rest of one."""
 
     settings: Settings
     kept: RunDirectory | None
     checkpoint: Checkpoint | None
 
     @property
+    def begin(self) -> int:
+        return self.checkpoint.iteration if self.checkpoint is not None else 0
+
+    @property
     def program(self) -> Any:
-        """Runs with the same share a program: agents that play alike, the same seeds and coin, equally far."""
+        """Runs with the same value share a program: agents that play alike, the same seeds and coin, equally far."""
         settings = self.settings
-        coin = (settings.coin, settings.switch_probability, settings.trajectories)
-        alone = self.kept if settings.simulation().on_host else None
-        iteration = self.checkpoint.iteration if self.checkpoint is not None else 0
-        return settings.federation().agent.playing, settings.seeds, coin, iteration, alone
+        length = (settings.switch_probability, settings.trajectories)
+        alone = self.kept if simulation_of(settings).on_host else None
+        return settings.federation().agent.shared, settings.seeds, length, self.begin, alone
 
     @property
     def batch(self) -> int:
-        """Steps of a large batch of episodes."""
+        """Steps in a large batch of episodes."""
         settings = self.settings
         return settings.num_seeds * settings.num_agents * settings.large_batch * settings.horizon
 
@@ -217,7 +221,7 @@ class _Pending:
 
 
 def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
-    """Runs of one program in parts, as few and as equal as memory allows."""
+    """Divide runs of one program into parts, as few and as equal as memory allows."""
     largest = LARGEST_BATCH["gpu" if jax.default_backend() == "gpu" else "cpu"]
     number = min(len(group), -(-sum(each.batch for each in group) // largest))
     ordered = sorted(group, key=lambda each: each.batch)
@@ -225,66 +229,93 @@ def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
         yield ordered[part::number]
 
 
-def _run(pending: Sequence[_Pending], on_progress: OnProgress | None) -> list[Run]:
-    """Run what fits one program to its end."""
-    started = time.monotonic()
-    settings = pending[0].settings
-    simulation = Simulation(tuple(each.settings.federation() for each in pending), settings.seeds)
-    if cluster.leads() and simulation.on_host:
-        raise ValueError(f"{settings.env} is played on the host, by one process: leave --coordinator out.")
-    plan = Plan.of(settings, simulation.coin())
-    num_iterations = len(plan.large)
-    states, begin = simulation.start(), 0
-    blocks: list[list[dict[str, np.ndarray]]] = [[] for _ in pending]
-    if pending[0].checkpoint is not None:
+class _Program:
+    """Runs that share one program, from where they are to their end."""
+
+    def __init__(self, pending: Sequence[_Pending]) -> None:
+        self.started = time.monotonic()
+        self.pending = pending
+        settings = pending[0].settings
+        self.simulation = simulation_of(*(each.settings for each in pending))
+        if devices.leads() and self.simulation.on_host:
+            raise ValueError(f"{settings.env} is a host task, which one process plays: leave out coordinator.")
+        self.plan = settings.schedule().plan(self.simulation.initial_parameters())
+        self.done = pending[0].begin
+        self.states = self.simulation.start()
+        self.blocks: list[list[dict[str, np.ndarray]]] = [[] for _ in pending]  # metrics of each run, block by block
         checkpoints = [each.checkpoint for each in pending if each.checkpoint is not None]
-        states, begin = _restored(simulation, checkpoints), checkpoints[0].iteration
-        blocks = [[checkpoint.metrics] for checkpoint in checkpoints]
-    next_save = started + CHECKPOINT_SECONDS
-    block_length = 1 if simulation.on_host else BLOCK  # on the host, one iteration may take minutes
-    stopped, decision = None, GO_ON
-    if cluster.leads():
-        _lead(pending)
-    with cluster.common_program():
-        for first in range(begin, num_iterations, block_length):
-            last = min(first + block_length, num_iterations)
-            batches = np.full(block_length, SKIP)
-            batches[: last - first] = np.where(plan.large[first:last], LARGE, SMALL)
-            states, latest = simulation.run(states, batches, plan.output_iteration)
-            for kept_blocks, block in zip(blocks, cluster.fetched(latest), strict=True):
-                kept_blocks.append({name: values[:, : last - first] for name, values in vars(block).items()})
-            if on_progress is not None:
-                latest_return = float(np.mean(blocks[0][-1]["return_mean"]))
-                reached, total = int(plan.trajectories[last - 1]), int(plan.trajectories[-1])
+        if checkpoints:
+            self.states = _restored(self.simulation, checkpoints)
+            self.blocks = [[checkpoint.metrics] for checkpoint in checkpoints]
+        self.next_save = self.started + CHECKPOINT_SECONDS
+
+    def run(self, on_progress: OnProgress | None) -> list[Run]:
+        """Train to the end; what `on_progress` raises stops all processes, and is raised again once all is saved."""
+        stopped, decision = None, GO_ON
+        if devices.leads():
+            _lead(self.pending)
+        with devices.common_program():
+            while self.done < self.plan.num_iterations and decision != STOP:
+                self._run_block()
                 try:
-                    seconds = time.monotonic() - started
-                    on_progress(Progress(last, num_iterations, reached, total, latest_return, seconds, reached / total))
-                except BaseException as error:  # whoever watches may stop a run (Ctrl-C): not before it is saved
+                    if on_progress is not None:
+                        on_progress(self._progress())
+                except BaseException as error:  # Ctrl-C among others
                     stopped = error
-            began = time.monotonic()
-            save = stopped is not None or last == num_iterations or began > next_save
-            decision = cluster.number_of_first(STOP if stopped is not None else SAVE if save else GO_ON)
-            if decision != GO_ON:
-                for each, state, kept_blocks in zip(pending, cluster.fetched(states), blocks, strict=True):
-                    if each.kept is not None:
-                        each.kept.write_checkpoint(Checkpoint(last, jax.tree.leaves(state), _joined(kept_blocks)))
-                spent = time.monotonic() - began
-                next_save = time.monotonic() + max(CHECKPOINT_SECONDS, spent / CHECKPOINT_SHARE)
-            if decision == STOP:
-                break
-        held = cluster.fetched(states)
-    if stopped is not None:
-        raise stopped
-    if decision == STOP:
-        return []
-    runs = [
-        _results(each.settings, plan, state, _joined(kept_blocks))
-        for each, state, kept_blocks in zip(pending, held, blocks, strict=True)
-    ]
-    for each, run in zip(pending, runs, strict=True):
-        if each.kept is not None:
-            each.kept.write_results(run)
-    return runs
+                decision = devices.number_of_first(self._decide(stopped))
+                if decision != GO_ON:
+                    self._save()
+            states = devices.fetched(self.states)
+        if stopped is not None:
+            raise stopped
+        return [] if decision == STOP else self._finish(states)
+
+    def _run_block(self) -> None:
+        # On the host, one iteration may take minutes.
+        length = 1 if self.simulation.on_host else BLOCK
+        large = self.plan.large[self.done : self.done + length]
+        batches = np.full(length, SKIP)
+        batches[: len(large)] = np.where(large, LARGE, SMALL)
+        self.states, latest = self.simulation.run(self.states, batches, self.plan.output_iteration)
+        for blocks, block in zip(self.blocks, devices.fetched(latest), strict=True):
+            blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})
+        self.done += len(large)
+
+    def _progress(self) -> Progress:
+        reached, total = int(self.plan.trajectories[self.done - 1]), int(self.plan.trajectories[-1])
+        return Progress(
+            iteration=self.done,
+            num_iterations=self.plan.num_iterations,
+            trajectories=reached,
+            total_trajectories=total,
+            mean_return=float(np.mean(self.blocks[0][-1]["return_mean"])),
+            seconds=time.monotonic() - self.started,
+            done=reached / total,
+        )
+
+    def _decide(self, stopped: BaseException | None) -> int:
+        if stopped is not None:
+            return STOP
+        ended = self.done == self.plan.num_iterations
+        return SAVE if ended or time.monotonic() > self.next_save else GO_ON
+
+    def _save(self) -> None:
+        began = time.monotonic()
+        for each, state, blocks in zip(self.pending, devices.fetched(self.states), self.blocks, strict=True):
+            if each.kept is not None:
+                each.kept.write_checkpoint(Checkpoint(self.done, jax.tree.leaves(state), _joined(blocks)))
+        spent = time.monotonic() - began
+        self.next_save = time.monotonic() + max(CHECKPOINT_SECONDS, spent / CHECKPOINT_SHARE)
+
+    def _finish(self, states: States) -> list[Run]:
+        runs = [
+            _results(each.settings, self.plan, state, _joined(blocks))
+            for each, state, blocks in zip(self.pending, states, self.blocks, strict=True)
+        ]
+        for each, run in zip(self.pending, runs, strict=True):
+            if each.kept is not None:
+                each.kept.write_results(run)
+        return runs
 
 
 def _joined(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -292,13 +323,5 @@ def _joined(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _results(settings: Settings, plan: Plan, state: SimulationState, metrics: dict[str, np.ndarray]) -> Run:
-    done = int(state.iteration)
-    return Run(
-        settings,
-        plan.trajectories[:done],
-        plan.large[:done],
-        metrics,
-        {"last": np.asarray(state.agents.parameters), "uniform": np.asarray(state.output)},
-        plan.output_iteration,
-        complete=done == len(plan.large),
-    )
+    last, uniform = np.asarray(state.agents.parameters), np.asarray(state.output)
+    return Run.of(settings, plan, metrics=metrics, last=last, uniform=uniform)

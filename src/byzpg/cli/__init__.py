@@ -19,36 +19,38 @@ from rich.markup import escape
 from rich.table import Table
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from byzpg import cluster, envs, play, registry, statistics, training
-from byzpg.algorithms import ALGORITHMS
+from byzpg import _registry, envs, play, training
 from byzpg.cli import certify, live, sweep
 from byzpg.cli.console import check_picture, console, errors, progress_line, say
-from byzpg.components import Component
 from byzpg.config import Config, Settings
 from byzpg.envs import host
-from byzpg.experiments import COLLECTIONS, EXPERIMENTS, Scope, grid
-from byzpg.least_diameter import SearchLimitError
-from byzpg.results import Results
+from byzpg.experiments import statistics
+from byzpg.experiments.paper import COLLECTIONS, EXPERIMENTS, Scope, grid
+from byzpg.experiments.results import Results
+from byzpg.experiments.summaries import final_returns, run_means
+from byzpg.federation import devices
+from byzpg.federation.algorithms import ALGORITHMS
+from byzpg.robust.components import Component
+from byzpg.robust.least_diameter import SearchLimitError
 from byzpg.runs import Run, RunDirectory, provenance
-from byzpg.summaries import final_returns, run_means
 
 if TYPE_CHECKING:  # it loads Matplotlib, which is slow: commands that draw import it themselves
-    from byzpg import figures
+    from byzpg.experiments import figures
 
 COMPARISON = "plain-averaging"  # where, in a run's directory, the run it is compared with lies
 
 # Options that several commands have.
-HardwareOptions = Annotated[tyro.conf.OmitArgPrefixes[cluster.Hardware], tyro.conf.arg(name="hardware")]
+HardwareOptions = Annotated[tyro.conf.OmitArgPrefixes[devices.Hardware], tyro.conf.arg(name="hardware")]
 
 
-def _follows(hardware: cluster.Hardware) -> bool:
+def _follows(hardware: devices.Hardware) -> bool:
     """Take the devices. Where this process follows another, do as that one does; then there is no more to do."""
     hardware.start()
-    if cluster.follows():
+    if devices.follows():
         say(f"Process {hardware.process} of {hardware.processes} follows {hardware.coordinator}.")
         training.follow()
         say("Done.")
-    return cluster.follows()
+    return devices.follows()
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Train:
     """Where the run goes; must not hold a run yet. Left out: runs/ and a name with the first free number."""
     compare: bool = True
     """Train plain averaging under the same attack as well."""
-    hardware: HardwareOptions = field(default_factory=cluster.Hardware)
+    hardware: HardwareOptions = field(default_factory=devices.Hardware)
 
     def run(self) -> None:
         if _follows(self.hardware):
@@ -74,7 +76,7 @@ class Train:
         settings = self.options.resolved()
         directory = _free_directory(settings) if self.directory is None else self.directory
         plans, others = {directory: settings}, {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG"}
-        if self.compare and settings.num_byzantine and settings.algorithm in others:
+        if self.compare and settings.num_attackers and settings.algorithm in others:
             other = replace(
                 self.options, algorithm=others[settings.algorithm], aggregator=None, agreement=None, rounds=None
             )
@@ -91,7 +93,7 @@ class Resume:
 
     directory: tyro.conf.Positional[Path]
     """The run's directory."""
-    hardware: HardwareOptions = field(default_factory=cluster.Hardware)
+    hardware: HardwareOptions = field(default_factory=devices.Hardware)
 
     def run(self) -> None:
         if not _follows(self.hardware):
@@ -99,7 +101,7 @@ class Resume:
 
 
 def _resume(path: Path) -> None:
-    from byzpg import figures
+    from byzpg.experiments import figures
 
     comparison = path / COMPARISON
     directories = [path, comparison] if comparison.exists() else [path]
@@ -152,7 +154,7 @@ class Reproduce:
     """Trajectories per agent. Left out: 8,000, as in the paper; in experiments beyond it fewer."""
     directory: Path = Path("reproduction")
     """Where runs, results and pictures go."""
-    hardware: HardwareOptions = field(default_factory=cluster.Hardware)
+    hardware: HardwareOptions = field(default_factory=devices.Hardware)
 
     def run(self) -> None:
         if _follows(self.hardware):
@@ -213,7 +215,7 @@ class Report:
     """A folder for the figures as pictures of their own: .png, .svg and .pdf."""
 
     def run(self) -> None:
-        from byzpg.report import write_report
+        from byzpg.experiments.report import write_report
 
         if not self.results:
             raise ValueError("report needs at least one .npz file of `byzpg reproduce`.")
@@ -241,7 +243,7 @@ class Plot:
     title: str = "Learning curves"
 
     def run(self) -> None:
-        from byzpg import figures
+        from byzpg.experiments import figures
 
         check_picture(self.output)
         if not self.directories:
@@ -271,7 +273,7 @@ class Play:
     """Where the animation goes, .gif. Left out: play.gif in the run's directory."""
 
     def run(self) -> None:
-        from byzpg import figures
+        from byzpg.experiments import figures
 
         output = self.directory / "play.gif" if self.output is None else self.output
         if output.suffix != ".gif":
@@ -299,10 +301,10 @@ class List:
         families = {
             "algorithm": {name: algorithm.summary for name, algorithm in ALGORITHMS.items()},
             **{
-                family: {name: registry.summary(member) for name, member in members.items()}
-                for family, members in registry.FAMILIES.items()
+                family: {name: _registry.summary(member) for name, member in _registry.members(family).items()}
+                for family in _registry.FAMILIES
             },
-            "environment": {name: registry.summary(member) for name, member in envs.ENVIRONMENTS.items()}
+            "environment": {name: _registry.summary(member) for name, member in envs.ENVIRONMENTS.items()}
             | host.available(),
         }
         for family, members in families.items():
@@ -319,9 +321,11 @@ def _free_directory(settings: Settings) -> Path:
 
 
 def _setting(settings: Settings) -> str:
-    liars = f", {settings.num_byzantine} of them lying ({_short(settings.attack)})" if settings.num_byzantine else ""
+    attackers = (
+        f", {settings.num_attackers} of them lying ({_short(settings.attack)})" if settings.num_attackers else ""
+    )
     agents = "1 agent" if settings.num_agents == 1 else f"{settings.num_agents} agents"
-    return f"{settings.env}, {agents}{liars}"
+    return f"{settings.env}, {agents}{attackers}"
 
 
 def _method(settings: Settings) -> str:
@@ -337,7 +341,7 @@ def _short(component: Component) -> str:
 
 
 def _curves(runs: Mapping[Path, Run]) -> "list[figures.Curve]":
-    from byzpg import figures
+    from byzpg.experiments import figures
 
     labels = [_method(run.settings) for run in runs.values()]
     attacked = [f"{label}, {_short(run.settings.attack)}" for label, run in zip(labels, runs.values(), strict=True)]
@@ -353,7 +357,7 @@ def _curves(runs: Mapping[Path, Run]) -> "list[figures.Curve]":
 
 def _summary(runs: Mapping[Path, Run]) -> Table:
     table = Table(title="Return of honest agents: mean ± standard deviation over seeds")
-    for column in ("run", "trajectories", "last tenth", "best", "solved at", "weight of liars"):
+    for column in ("run", "trajectories", "last tenth", "best", "solved at", "weight of attackers"):
         table.add_column(column, justify="left" if column == "run" else "right")
     for path, run in runs.items():
         threshold = envs.make(run.settings.env).reward_threshold
@@ -366,7 +370,7 @@ def _summary(runs: Mapping[Path, Run]) -> Table:
             found = reached[np.isfinite(reached)]
             solved = f"{np.mean(found):,.0f} ({len(found)} of {len(reached)})" if len(found) else "never"
         weight = run.metrics["byzantine_weight"]
-        shown = "–" if np.all(np.isnan(weight)) or not run.settings.num_byzantine else f"{np.nanmean(weight):.1%}"
+        shown = "–" if np.all(np.isnan(weight)) or not run.settings.num_attackers else f"{np.nanmean(weight):.1%}"
         best = np.nanmax(smoothed.mean(axis=0))
         name = f"{_method(run.settings)}\n[dim]{escape(str(path))}[/dim]"
         late_text = f"{late.mean():.0f} ± {late.std():.0f}"
@@ -376,8 +380,8 @@ def _summary(runs: Mapping[Path, Run]) -> Table:
 
 def _draw(results: Sequence[Results], folder: Path) -> None:
     """Every experiment as a picture, for the screen and for papers."""
-    from byzpg import figures
-    from byzpg.report import by_preset
+    from byzpg.experiments import figures
+    from byzpg.experiments.report import by_preset
 
     folder.mkdir(parents=True, exist_ok=True)
     for chapter in by_preset(results):
@@ -392,17 +396,17 @@ def _draw(results: Sequence[Results], folder: Path) -> None:
 def _table_of(results: Results) -> Table:
     """Every run of every experiment, in a line."""
     table = Table(title="Return of honest agents: mean ± standard deviation over seeds")
-    for column in ("experiment", "panel", "run", "best", "last tenth", "weight of liars"):
+    for column in ("experiment", "panel", "run", "best", "last tenth", "weight of attackers"):
         table.add_column(column, justify="left" if column in ("experiment", "panel", "run") else "right")
     for experiment in results.experiments:
         for panel in experiment.panels:
             for cell in panel.cells:
                 run = results.runs[cell.run]
                 late, weight = final_returns(run), run_means(run, "byzantine_weight")
-                liars = "–" if weight is None or not run.settings.num_byzantine else f"{np.nanmean(weight):.1%}"
+                attackers = "–" if weight is None or not run.settings.num_attackers else f"{np.nanmean(weight):.1%}"
                 label = cell.label if cell.at is None else f"{cell.label}: {cell.at}"
                 best, last = np.nanmax(run.returns.mean(axis=0)), f"{late.mean():.0f} ± {late.std():.0f}"
-                table.add_row(experiment.name, panel.title, escape(label), f"{best:.0f}", last, liars)
+                table.add_row(experiment.name, panel.title, escape(label), f"{best:.0f}", last, attackers)
     return table
 
 
@@ -474,7 +478,7 @@ def main() -> None:
         errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         _exit(2)
     except JaxRuntimeError as error:
-        if not cluster.torn():
+        if not devices.torn():
             raise
         errors.print(f"[red]error:[/red] {escape(str(error).splitlines()[0])}", highlight=False, soft_wrap=True)
         _exit(1)
@@ -489,6 +493,6 @@ def main() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    if cluster.torn():
+    if devices.torn():
         os._exit(code)  # an orderly end would wait for the others, who hang
     sys.exit(code)

@@ -8,9 +8,9 @@ import tyro
 from rich.progress import Progress
 from rich.table import Table
 
-from byzpg import aggregators, attacks
 from byzpg.cli.console import check_picture, console, say
-from byzpg.robustness import certificate
+from byzpg.robust import aggregators, attacks
+from byzpg.robust.certificates import certificate
 
 RULES = (
     aggregators.Mean(),
@@ -55,9 +55,9 @@ class Certify:
     """
 
     num_agents: int = 13
-    """Agents K, liars included."""
+    """Agents K, attackers included."""
     num_byzantine: int = 3
-    """Liars f."""
+    """Attackers f."""
     dimension: int = 50
     """Length d of the vectors."""
     trials: int = 64
@@ -67,7 +67,7 @@ class Certify:
     """Where the picture goes; .png, .svg or .pdf."""
 
     def run(self) -> None:
-        from byzpg import figures
+        from byzpg.experiments import figures
 
         check_picture(self.output)
         aggregators.Mean().check(self.num_agents, self.num_byzantine)

@@ -82,8 +82,6 @@ class New:
     waiting: Annotated[tyro.conf.OmitArgPrefixes[Waiting], tyro.conf.arg(name="waiting")] = field(
         default_factory=Waiting
     )
-    num_faulty: int | None = None
-    """Members f that may be faulty at a time. Left out: ⌊(K − 1)/4⌋, or fewer if the rules tolerate fewer."""
     rehearsal: bool = False
     """Allow members to attack on purpose, `byzpg peer --attack`."""
     manifest: Path = Path("federation.toml")
@@ -97,31 +95,28 @@ class New:
         if self.manifest.suffix != ".toml":
             raise ValueError(f"--manifest must end in .toml, got {self.manifest}.")
         members = [read_card(card) for card in self.cards]
-        manifest = _manifest(members, self.options, self.num_faulty, self.waiting, self.rehearsal)
+        manifest = _manifest(members, self.options, self.waiting, self.rehearsal)
         manifest.write(self.manifest)
         for member in manifest.members:
             say(f"{member.name:>12}  {member.address:<24} certificate {member.fingerprint[:16]}…")
         say(
             f"Manifest: {self.manifest}, hash {manifest.digest.hex()[:16]}…, {len(members)} members, "
-            f"{manifest.num_faulty} of them may be faulty."
+            f"{manifest.num_byzantine} of them may be faulty."
         )
         say(f"Every member: byzpg peer {self.manifest} --name NAME")
 
 
-def _manifest(members: list[Any], options: Config, num_faulty: int | None, waiting: Waiting, rehearsal: bool) -> Any:
+def _manifest(members: list[Any], options: Config, waiting: Waiting, rehearsal: bool) -> Any:
     """Every option is written out, so that members with other versions cannot fill in others."""
     from byzpg.live.manifest import FIXED, new_manifest
 
     defaults = Config()
-    for option in FIXED:
+    for option in set(FIXED) - {"num_byzantine"}:
         if getattr(options, option) != getattr(defaults, option):
             raise ValueError(f"--{option.replace('_', '-')} is not for a federation: it follows from its members.")
-    try:
-        planned = replace(options, num_agents=len(members), num_declared=num_faulty, num_seeds=1).resolved()
-    except ValueError as error:
-        raise ValueError(str(error).replace("num_byzantine", "num_faulty")) from None
+    planned = replace(options, num_agents=len(members), num_seeds=1).resolved()
     training = {name: value for name, value in planned.as_data().items() if name not in FIXED}
-    return new_manifest(members, planned.num_declared, training, waiting.times(), rehearsal)
+    return new_manifest(members, planned.num_byzantine, training, waiting.times(), rehearsal)
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ class Demo:
     options: Annotated[tyro.conf.OmitArgPrefixes[Config], tyro.conf.arg(name="training")]
     members: int = 5
     """How many members K."""
-    liar: str | None = None
+    attacker: str | None = None
     """What the last member does instead of what it should: sign-flip, equivocate, silent, garbage, ..."""
     grace: float = 1.0
     """Seconds that members wait for the last f."""
@@ -147,33 +142,34 @@ class Demo:
             raise ValueError(f"--members must be 2 to {len(NAMES)}, got {self.members}.")
         if self.directory.exists():
             raise ValueError(f"{self.directory} is there already: choose another --directory.")
-        if self.liar is not None:
-            parse_attack(self.liar)
+        if self.attacker is not None:
+            parse_attack(self.attacker)
         made = [
             generate(name, f"127.0.0.1:{port}") for name, port in zip(NAMES, free_ports(self.members), strict=False)
         ]
         waiting = Waiting(grace=self.grace, linger=max(10.0, 5 * self.grace))
-        manifest = _manifest([member for member, _ in made], self.options, None, waiting, rehearsal=True)
+        manifest = _manifest([member for member, _ in made], self.options, waiting, rehearsal=True)
         for identity in made:
             write_identity(self.directory, *identity)
         path = self.directory / "federation.toml"
         manifest.write(path)
         say(
-            f"{self.members} members, {manifest.num_faulty} may be faulty, {manifest.settings().env} → {self.directory}"
+            f"{self.members} members, {manifest.num_byzantine} may be faulty, {manifest.settings().env} → "
+            f"{self.directory}"
         )
-        if self.liar is not None:
-            say(f"Rehearsal: {manifest.members[-1].name} attacks with {self.liar}.")
+        if self.attacker is not None:
+            say(f"Rehearsal: {manifest.members[-1].name} attacks with {self.attacker}.")
         self._train(manifest, path)
 
     def _train(self, manifest: "Manifest", path: Path) -> None:
-        from byzpg import figures
+        from byzpg.experiments import figures
 
         names = [member.name for member in manifest.members]
-        honest = names[:-1] if self.liar is not None else names
+        honest = names[:-1] if self.attacker is not None else names
         processes = {}
         try:
             for name in names:
-                attack = ["--attack", self.liar] if self.liar is not None and name == names[-1] else []
+                attack = ["--attack", self.attacker] if self.attacker is not None and name == names[-1] else []
                 command = [sys.executable, "-m", "byzpg", "peer", str(path), "--name", name, *attack]
                 with (self.directory / f"{name}.out").open("w") as output:
                     processes[name] = subprocess.Popen(
@@ -186,7 +182,7 @@ class Demo:
                 with console.status("compiling"):
                     while name == names[0] and processes[name].poll() is None and not _is_ready(self.directory / name):
                         time.sleep(0.1)
-            # A liar that nobody hears would never end.
+            # A attacker that nobody hears would never end.
             awaited = {name: processes[name] for name in honest}
             asyncio.run(_watch(manifest, 0, self.directory / f"{names[0]}.key", processes=awaited))
         finally:
@@ -199,9 +195,9 @@ class Demo:
             raise ValueError(f"{', '.join(failed)} did not finish: see {self.directory / failed[0]}.out.")
         runs = {name: training.load(self.directory / name / "run") for name in honest}
         curves = [figures.Curve(name, run.trajectories, run.returns) for name, run in runs.items()]
-        liar = f", {names[-1]} attacking ({self.liar})" if self.liar is not None else ""
+        attacker = f", {names[-1]} attacking ({self.attacker})" if self.attacker is not None else ""
         picture, settings = self.directory / "curves.png", manifest.settings()
-        title = f"{settings.env}, {len(names)} members{liar}"
+        title = f"{settings.env}, {len(names)} members{attacker}"
         solved = envs.make(settings.env).reward_threshold
         figures.save(
             figures.learning_curves(
@@ -434,7 +430,7 @@ def _last_return(statuses: "Statuses") -> str:
 def _table(manifest: "Manifest", statuses: "Statuses") -> Table:
     """A line per member: what it says of itself, and what the others have seen of it.
 
-    Of numbers that all of them see, the median: one liar does not move it.
+    Of numbers that all of them see, the median: one attacker does not move it.
     """
     table = Table(title=f"federation {manifest.federation[:8]}, run {manifest.run[:8]}")
     for column in ("member", "state", "iteration", "return", "step", "missed", "weight", "equivocated", "rejected"):

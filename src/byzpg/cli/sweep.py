@@ -15,9 +15,9 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
-from byzpg import sweeps
 from byzpg.cli.console import console, errors, progress_line, say
 from byzpg.engines.local import LocalWorkers
+from byzpg.experiments import sweeps
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class SweepCommand:
         if not groups:
             return
         table = Table(title="Return of honest agents: mean ± standard deviation over seeds")
-        for column in (*telling, "seeds", "last tenth", "best", "weight of liars"):
+        for column in (*telling, "seeds", "last tenth", "best", "weight of attackers"):
             table.add_column(column, justify="left" if column in telling else "right")
         rows = {}
         for group in groups:
@@ -102,7 +102,7 @@ class SweepCommand:
             if group.diverged:
                 say(f"Diverged: seed {', '.join(map(str, group.diverged))} of {label}.")
         sweeps.write_table(sweep, runs, folder / "table.csv")
-        from byzpg import figures
+        from byzpg.experiments import figures
 
         picture = folder / "sweep.png"
         figures.save(

@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from logging import INFO, WARNING
 from pathlib import Path
@@ -42,23 +42,23 @@ from flwr.supercore import log
 from httpx import TransportError
 from numpy.lib import format as numpy_format
 
-from byzpg.algorithms import ALGORITHMS
-from byzpg.attacks import Attack, NoAttack
-from byzpg.clouds import NORM_LIMIT
-from byzpg.components import nearest, plain_name
+from byzpg._registry import members, parse
 from byzpg.config import Config, Settings
-from byzpg.learner import Server, Worker, secret_key, seeded_key
-from byzpg.registry import FAMILIES, parse
+from byzpg.federation.algorithms import ALGORITHMS
+from byzpg.federation.members import Server, Worker, secret_key, seeded_key
+from byzpg.federation.metrics import METRICS
+from byzpg.robust.attacks import Attack
+from byzpg.robust.components import nearest, plain_name
+from byzpg.robust.geometry import is_sound_on_host
 from byzpg.runs import Run, RunDirectory
-from byzpg.simulate import Metrics
 
 # Seconds between two looks for replies, and for clients that have yet to connect.
 PAUSE = 0.2
 LONGEST_TEXT = 200  # of what others say, in a line of the log
 # Of a compiled program, how long that took: shorter ones are compiled again in every process.
 WORTH_KEEPING = 0.1
-# What a Config says of simulated runs only: here liars are real, or rehearsed.
-SIMULATED = ("num_byzantine", "attack", "byzantine_set", "num_seeds", "agreement", "rounds")
+# What a Config says of simulated runs only: here attackers are real, or rehearsed.
+SIMULATED = ("num_attackers", "attack", "byzantine_set", "num_seeds", "agreement", "rounds")
 
 # What a client can do wrong beside lying about its gradient.
 Wire = Literal["WrongShape", "WrongType", "WrongRound", "WrongPosition", "Malformed", "Crash"]
@@ -69,35 +69,37 @@ WIRE: tuple[Wire, ...] = get_args(Wire)
 class Rehearsal:
     """Who misbehaves on purpose, and how: the lies in turn, one in every round."""
 
-    liars: tuple[int, ...] = ()
+    attackers: tuple[int, ...] = ()
     lies: tuple[Attack | Wire, ...] = ()
 
     @classmethod
-    def of(cls, attack: str, liars: str, num_agents: int) -> "Rehearsal":
+    def of(cls, attack: str, attackers: str, num_agents: int) -> "Rehearsal":
         """From text: lies apart by ;, positions by a comma."""
         try:
-            positions = tuple(int(position) for position in liars.split(",") if position.strip())
+            positions = tuple(int(position) for position in attackers.split(",") if position.strip())
         except ValueError:
-            raise ValueError(f"rehearsal-liars must be positions such as '0,3', got {liars!r}.") from None
+            raise ValueError(f"rehearsal-attackers must be positions such as '0,3', got {attackers!r}.") from None
         if not all(0 <= position < num_agents for position in positions) or len(set(positions)) < len(positions):
-            raise ValueError(f"rehearsal-liars must be different positions of 0 to {num_agents - 1}, got {liars!r}.")
+            raise ValueError(
+                f"rehearsal-attackers must be different positions of 0 to {num_agents - 1}, got {attackers!r}."
+            )
         lies: tuple[Attack | Wire, ...] = tuple(_lie(text.strip()) for text in attack.split(";") if text.strip())
         if bool(lies) != bool(positions):
-            raise ValueError("rehearsal-attack and rehearsal-liars belong together: give both, or neither.")
+            raise ValueError("rehearsal-attack and rehearsal-attackers belong together: give both, or neither.")
         if len(positions) == num_agents:
-            raise ValueError(f"rehearsal-liars must leave an honest client, got all {num_agents}.")
+            raise ValueError(f"rehearsal-attackers must leave an honest client, got all {num_agents}.")
         return cls(positions, lies)
 
     def lie(self, position: int, server_round: int) -> Attack | Wire | None:
         """What the client at this position does in this round; None: nothing wrong."""
-        return self.lies[(server_round - 1) % len(self.lies)] if position in self.liars else None
+        return self.lies[(server_round - 1) % len(self.lies)] if position in self.attackers else None
 
 
 def _lie(text: str) -> Attack | Wire:
     for wire in WIRE:
         if plain_name(text) == plain_name(wire):
             return wire
-    known = [*WIRE, *FAMILIES["attack"]]
+    known = [*WIRE, *members("attack")]
     if plain_name(text.partition("(")[0]) not in map(plain_name, known):
         raise ValueError(f"rehearsal-attack: there is no {text!r}; known: {', '.join(known)}.{nearest(text, known)}")
     attack = parse("attack", text)
@@ -117,19 +119,25 @@ class Options:
     @classmethod
     def of(cls, run_config: Mapping[str, Any]) -> "Options":
         given = {name.replace("-", "_"): value for name, value in run_config.items() if value != ""}
+        if "num_declared" in given:  # as byzpg 0.1 called it
+            given["num_byzantine"] = given.pop("num_declared")
+        if "rehearsal_liars" in given:
+            given["rehearsal_attackers"] = given.pop("rehearsal_liars")
         directory, seconds = given.pop("directory", "runs"), given.pop("reply_seconds", 600)
         rehearsed = given.pop("rehearsal", False)
-        attack, liars = given.pop("rehearsal_attack", ""), given.pop("rehearsal_liars", "")
+        attack, attackers = given.pop("rehearsal_attack", ""), given.pop("rehearsal_attackers", "")
         if not isinstance(directory, str):
             raise ValueError(f"directory must be a path in quotes, got {directory!r}.")
         if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
             raise ValueError(f"reply-seconds must be a positive number, got {seconds!r}.")
         if type(rehearsed) is not bool:
             raise ValueError(f"rehearsal must be true or false, got {rehearsed!r}.")
-        if (attack or liars) and not rehearsed:
-            raise ValueError("rehearsal-attack and rehearsal-liars are for rehearsals: set rehearsal=true, or neither.")
+        if (attack or attackers) and not rehearsed:
+            raise ValueError(
+                "rehearsal-attack and rehearsal-attackers are for rehearsals: set rehearsal=true, or neither."
+            )
         settings = _settings(given)
-        rehearsal = Rehearsal.of(str(attack), str(liars), settings.num_agents) if rehearsed else None
+        rehearsal = Rehearsal.of(str(attack), str(attackers), settings.num_agents) if rehearsed else None
         return cls(settings, Path(directory), float(seconds), rehearsal)
 
 
@@ -150,13 +158,13 @@ def _settings(given: dict[str, Any]) -> Settings:
         if not algorithm.centralized:
             raise ValueError(f"run config: algorithm {name} has no server: use ByzPG or Fed-PAGE-PG.")
         if not algorithm.robust:
-            values.setdefault("num_declared", 0)
-    # The liars that are told to be withstood; none of them is simulated.
-    settings = replace(Config.of(values, "run config").resolved(), num_byzantine=0, attack=NoAttack())
-    if not ALGORITHMS[settings.algorithm].robust and settings.num_declared:
+            values.setdefault("num_byzantine", 0)
+    # Clients may attack; none of these attacks is simulated.
+    settings = Config.of({**values, "num_attackers": 0}, "run config").resolved()
+    if not ALGORITHMS[settings.algorithm].robust and settings.num_byzantine:
         raise ValueError(
-            f"run config: {settings.algorithm} averages all replies and withstands no liar: num-declared must be 0, "
-            f"got {settings.num_declared}."
+            f"run config: {settings.algorithm} averages all replies and tolerates no attacker: num-byzantine must be "
+            f"0, got {settings.num_byzantine}."
         )
     return settings
 
@@ -191,11 +199,10 @@ def _read_reply(reply: Message, server_round: int, position: int, dimension: int
         gradient = _read_vector(array, dimension)
     except _RefusedError:
         raise
-    except Exception as error:  # whatever a liar can make Flower's records and NumPy raise
+    except Exception as error:  # whatever an attacker can make Flower's records and NumPy raise
         raise _RefusedError("malformed", f"{type(error).__name__}: {_one_line(error)}") from None
-    with np.errstate(over="ignore", invalid="ignore"):
-        if not np.sum(np.square(gradient)) < np.float32(NORM_LIMIT) ** 2:  # as `clouds.finite_rows` says
-            raise _RefusedError("not finite", "its gradient has entries that are not finite, or is too long")
+    if not is_sound_on_host(gradient):
+        raise _RefusedError("not finite", "its gradient has entries that are not finite, or is too long")
     return gradient, float(mean_return)
 
 
@@ -263,7 +270,7 @@ class CarefulGrid(Grid):
             replies = list(self.pull_messages([number]))
         except TransportError:  # of the way to the SuperLink, not of the reply
             raise
-        except Exception as error:  # whatever a liar can make Flower's decoders raise
+        except Exception as error:  # whatever an attacker can make Flower's decoders raise
             return [_error(message, f"the reply cannot be read: {type(error).__name__}: {_one_line(error)}")]
         return [
             each if _answers(each, message) else _error(message, "the reply claims to be another's") for each in replies
@@ -289,7 +296,13 @@ class ByzPG(Strategy):
 
     def __init__(self, settings: Settings, key_data: np.ndarray | None = None) -> None:
         """`key_data` decides the server's random numbers; None: secret ones."""
-        self.server = Server(settings, secret_key() if key_data is None else key_data)
+        self.settings = settings
+        self.server = Server(
+            settings.federation(),
+            settings.schedule(),
+            secret_key() if key_data is None else key_data,
+            as_simulated=key_data is not None,
+        )
         self.nodes: list[int] = []  # by position
         self.refused: Counter[tuple[int, str]] = Counter()  # replies left out, by node and reason
         self.returns: list[float] = []  # by iteration: the median of what clients say, or the server's own mean
@@ -330,9 +343,9 @@ class ByzPG(Strategy):
         return super().start(CarefulGrid(grid), initial_arrays, num_rounds, *arguments, **options)
 
     def summary(self) -> None:
-        settings = self.server.settings
+        settings = self.settings
         log(INFO, "\t├──> %s on %s with %s", settings.algorithm, settings.env, settings.aggregator)
-        log(INFO, "\t├──> %d clients, of which %d may lie", settings.num_agents, settings.num_declared)
+        log(INFO, "\t├──> %d clients, of which %d may lie", settings.num_agents, settings.num_byzantine)
         log(INFO, "\t└──> %d of the rounds ask clients", np.sum(self.server.plan.large))
 
     def configure_train(
@@ -355,7 +368,7 @@ class ByzPG(Strategy):
             stepped, usable = self.server.combine(iteration, rows, present), float(np.sum(present))
             mean_return = float(np.median(said)) if said else math.nan
             if not stepped:
-                need = self.server.num_workers - self.server.num_faulty
+                need = self.server.num_workers - self.server.num_byzantine
                 words = "Round %d: no step, with %d usable replies of the %d that are needed (K − f)"
                 log(WARNING, words, server_round, usable, need)
         else:
@@ -414,14 +427,11 @@ class ByzPG(Strategy):
 
     def results(self) -> Run:
         """What was learnt, as a run of one agent."""
-        plan, done = self.server.plan, len(self.stepped)
-        metrics = {column.name: np.full((1, done), np.nan, np.float32) for column in fields(Metrics)}
+        metrics = {name: np.full((1, len(self.stepped)), np.nan, np.float32) for name in METRICS}
         columns = {"return_mean": self.returns, "stepped": self.stepped, "usable_replies": self.usable}
         metrics |= {name: np.asarray([values], np.float32) for name, values in columns.items()}
-        held = {"last": self.server.parameters[None, None], "uniform": self.server.output[None, None]}
-        complete = done == self.server.num_iterations
-        large, trajectories = plan.large[:done], plan.trajectories[:done]
-        return Run(self.server.settings, trajectories, large, metrics, held, plan.output_iteration, complete)
+        last, uniform = self.server.parameters[None, None], self.server.output[None, None]
+        return Run.of(self.settings, self.server.plan, metrics=metrics, last=last, uniform=uniform)
 
 
 server_app = ServerApp()
@@ -463,10 +473,16 @@ def train(message: Message, context: Context) -> Message:
     rehearsal = options.rehearsal
     lie = None if rehearsal is None else rehearsal.lie(position, server_round)
     key_data = _secret(context) if rehearsal is None else seeded_key(options.settings.seed)
-    worker = Worker(options.settings, position, key_data, lie if isinstance(lie, Attack) else None)
+    worker = Worker(
+        options.settings.federation(),
+        position,
+        key_data,
+        attack=lie if isinstance(lie, Attack) else None,
+        as_simulated=rehearsal is not None,
+    )
     gradient = worker.gradient(server_round - 1, parameters)
     if isinstance(lie, Attack) and rehearsal is not None:
-        gradient = worker.lie(lie, server_round - 1, parameters, rehearsal.liars)
+        gradient = worker.false_gradient(lie, server_round - 1, parameters, rehearsal.attackers)
     said = {"round": server_round, "position": position, "return": float(np.mean(worker.returns))}
     return _MISCHIEF.get(lie, _reply)(message, gradient, said)
 

@@ -15,8 +15,8 @@ from threading import Thread
 from typing import Any
 
 from byzpg.engines.worker import GRACE_SECONDS
+from byzpg.experiments.sweeps import Cell, Event
 from byzpg.runs import RunDirectory
-from byzpg.sweeps import Cell, Event
 
 START_LIMIT = 3  # how often a worker may fail to start before that is an error
 

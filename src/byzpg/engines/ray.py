@@ -20,8 +20,8 @@ from ray.exceptions import RayError, RayTaskError
 from byzpg import training
 from byzpg.config import Config
 from byzpg.engines.local import environment, num_cores
+from byzpg.experiments.sweeps import Cell, Event
 from byzpg.runs import RunDirectory, packed, provenance, unpacked
-from byzpg.sweeps import Cell, Event
 
 CONNECT_SECONDS = 5.0
 

@@ -4,12 +4,12 @@ from typing import Any, Protocol
 
 from jax import Array
 
-from byzpg.components import unknown
 from byzpg.envs import host
 from byzpg.envs.cartpole import CartPole
 from byzpg.envs.lunar_lander import LunarLander, LunarLanderContinuous
 from byzpg.envs.pendulum import Pendulum
-from byzpg.spaces import Space
+from byzpg.envs.spaces import Space
+from byzpg.robust.components import unknown
 
 
 class Environment(Protocol):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from byzpg.components import Component
-from byzpg.spaces import Discrete
+from byzpg.envs.spaces import Discrete
+from byzpg.robust.components import Component
 
 # Barto, Sutton & Anderson 1983, with the numbers of gymnasium.envs.classic_control.cartpole.
 GRAVITY = 9.8

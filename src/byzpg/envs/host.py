@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from byzpg.components import Component, nearest
-from byzpg.spaces import Box, Discrete, Space
+from byzpg.envs.spaces import Box, Discrete, Space
+from byzpg.robust.components import Component, nearest
 
 EXTRAS = {"gymnasium": "Gymnasium", "envpool": "EnvPool"}
 NO_LIMIT = 2**31 - 1  # what EnvPool says of tasks that do not end by themselves

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from byzpg.components import Component
 from byzpg.envs.box2d import (
     IMPACT_DISTANCE,
     SETTLED,
@@ -53,7 +52,8 @@ from byzpg.envs.box2d import (
     without_approach,
 )
 from byzpg.envs.loops import Loops, by_platform, choose, once, some, stacked, together
-from byzpg.spaces import Box, Discrete
+from byzpg.envs.spaces import Box, Discrete
+from byzpg.robust.components import Component
 
 # gymnasium.envs.box2d.lunar_lander, lengths in metres: pixels / 30.
 TIME_STEP = 1 / 50

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from byzpg.components import Component
-from byzpg.spaces import Box
+from byzpg.envs.spaces import Box
+from byzpg.robust.components import Component
 
 # The numbers of gymnasium.envs.classic_control.pendulum.
 GRAVITY = 10.0

@@ -1,7 +1,6 @@
 """federation.toml: who takes part, what they train, and what they tolerate. Its hash is in every message."""
 
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,15 +9,17 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
-from byzpg.algorithms import ALGORITHMS
+from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
-from byzpg.files import write_atomically
+from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.live.identity import Member, to_toml
 from byzpg.live.protocol import Course
 
 VERSION = 1
 # What a federation fixes by itself: its members are the agents, and nobody says in advance who lies.
-FIXED = ("num_agents", "num_byzantine", "num_declared", "attack", "byzantine_set", "num_seeds")
+FIXED = ("num_agents", "num_byzantine", "num_attackers", "attack", "byzantine_set", "num_seeds")
+# The name of num_byzantine in files of byzpg 0.1, and in the bytes that are hashed: they are part of the protocol.
+NUM_BYZANTINE_ON_WIRE = "num_faulty"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Manifest:
 
     federation: str  # its id
     run: str  # of this run of it
-    num_faulty: int  # f
+    num_byzantine: int  # f
     rehearsal: bool  # whether members may attack on purpose, --attack
     times: Times
     training: dict[str, Any]  # options of Config
@@ -54,8 +55,8 @@ class Manifest:
                 UUID(getattr(self, field))
             except (ValueError, AttributeError, TypeError):
                 raise ValueError(f"{field} must be an id such as {uuid4()}, got {getattr(self, field)!r}.") from None
-        if type(self.num_faulty) is not int or type(self.rehearsal) is not bool:
-            raise ValueError("num_faulty must be a whole number, and rehearsal true or false.")
+        if type(self.num_byzantine) is not int or type(self.rehearsal) is not bool:
+            raise ValueError("num_byzantine must be a whole number, and rehearsal true or false.")
         if len(self.members) < 2:
             raise ValueError(f"a federation needs at least 2 members, got {len(self.members)}.")
         for what in ("name", "address", "public_key", "fingerprint"):
@@ -65,7 +66,7 @@ class Manifest:
                 raise ValueError(f"members must differ: the {what} {twice[0]} is there twice.")
         for option in FIXED:
             if option in self.training:
-                raise ValueError(f"training: {option} follows from the members and num_faulty: leave it out.")
+                raise ValueError(f"training: {option} follows from the members and num_byzantine: leave it out.")
         self.settings()
         try:
             _ = self.canonical
@@ -78,15 +79,11 @@ class Manifest:
         config = replace(
             config,
             num_agents=len(self.members),
-            num_byzantine=0,
-            num_declared=self.num_faulty,
+            num_byzantine=self.num_byzantine,
+            num_attackers=0,
             num_seeds=1,
         )
-        try:
-            settings = config.resolved()
-        except ValueError as error:  # in the words of this file
-            words = re.sub("num_byzantine|num_declared", "num_faulty", str(error)).replace("num_agents", "members")
-            raise ValueError(words) from None
+        settings = config.resolved()
         algorithm = ALGORITHMS[settings.algorithm]
         if algorithm.centralized or algorithm.single:
             fitting = [name for name, each in ALGORITHMS.items() if not each.centralized and not each.single]
@@ -100,7 +97,7 @@ class Manifest:
             "version": VERSION,
             "federation": self.federation,
             "run": self.run,
-            "num_faulty": self.num_faulty,
+            "num_byzantine": self.num_byzantine,
             "rehearsal": self.rehearsal,
             "times": {name: float(seconds) for name, seconds in asdict(self.times).items()},
             "training": {option: value for option, value in self.training.items() if value is not None},
@@ -110,7 +107,9 @@ class Manifest:
     @property
     def canonical(self) -> bytes:
         """The same bytes for the same content, however the file is written."""
-        return json.dumps(self.as_data(), sort_keys=True, separators=(",", ":")).encode()
+        data = self.as_data()
+        data[NUM_BYZANTINE_ON_WIRE] = data.pop("num_byzantine")
+        return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def digest(self) -> bytes:
@@ -123,7 +122,7 @@ class Manifest:
         return names.index(name)
 
     def course(self, own: int, num_iterations: int, rounds: int) -> Course:
-        return Course(len(self.members), self.num_faulty, own, rounds, num_iterations)
+        return Course(len(self.members), self.num_byzantine, own, rounds, num_iterations)
 
     def difference(self, other: bytes) -> str:
         """What differs in somebody's canonical manifest, in words."""
@@ -131,7 +130,9 @@ class Manifest:
             theirs = json.loads(other)
             if not isinstance(theirs, dict):
                 return "theirs is no manifest"
-            found = list(_differences("", json.loads(self.canonical), theirs))
+            if NUM_BYZANTINE_ON_WIRE in theirs:
+                theirs["num_byzantine"] = theirs.pop(NUM_BYZANTINE_ON_WIRE)
+            found = list(_differences("", json.loads(json.dumps(self.as_data())), theirs))
         except (ValueError, RecursionError):
             return "theirs cannot be read"
         words = "; ".join(found[:8]) or "theirs has the same content, written in another way"
@@ -164,7 +165,10 @@ class Manifest:
 
     @classmethod
     def of(cls, values: dict[str, Any], source: str) -> "Manifest":
-        known = {"version", "federation", "run", "num_faulty", "rehearsal", "times", "training", "members"}
+        if NUM_BYZANTINE_ON_WIRE in values and "num_byzantine" not in values:
+            values = {**values, "num_byzantine": values[NUM_BYZANTINE_ON_WIRE]}
+            del values[NUM_BYZANTINE_ON_WIRE]
+        known = {"version", "federation", "run", "num_byzantine", "rehearsal", "times", "training", "members"}
         for name in sorted(values.keys() ^ known):
             raise ValueError(f"{source}: {f'there is no {name!r}' if name in values else f'{name} is missing'}.")
         if values["version"] != VERSION:
@@ -183,7 +187,7 @@ class Manifest:
             return cls(
                 values["federation"],
                 values["run"],
-                values["num_faulty"],
+                values["num_byzantine"],
                 values["rehearsal"],
                 Times(**values["times"]),
                 values["training"],
@@ -194,9 +198,9 @@ class Manifest:
 
 
 def new_manifest(
-    members: Sequence[Member], num_faulty: int, training: dict[str, Any], times: Times, rehearsal: bool
+    members: Sequence[Member], num_byzantine: int, training: dict[str, Any], times: Times, rehearsal: bool
 ) -> Manifest:
-    return Manifest(str(uuid4()), str(uuid4()), num_faulty, rehearsal, times, training, tuple(members))
+    return Manifest(str(uuid4()), str(uuid4()), num_byzantine, rehearsal, times, training, tuple(members))
 
 
 def _differences(where: str, mine: Any, theirs: Any) -> Iterator[str]:

@@ -1,22 +1,24 @@
 """A member from its files: manifest and key in, a trained policy out."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from byzpg import envs
-from byzpg.attacks import Attack
-from byzpg.learner import Learner, seeded_key
+from byzpg.config import Settings
+from byzpg.federation import members
+from byzpg.federation.members import seeded_key
+from byzpg.federation.metrics import METRICS
 from byzpg.live.identity import read_key
 from byzpg.live.manifest import Manifest
 from byzpg.live.peer import Peer
 from byzpg.live.rehearsal import Mischief, parse_attack
 from byzpg.live.status import Log, Sink, Status
 from byzpg.live.store import Store
+from byzpg.robust.attacks import Attack
 from byzpg.runs import Run, RunDirectory
-from byzpg.simulate import Metrics
 
 # How much slower than the grace period a rehearsed slow writer is.
 SLOWNESS = 10.0
@@ -34,7 +36,7 @@ class Options:
     metrics: tuple[str, int] | None = None  # where Prometheus scrapes
 
 
-class Observed(Learner):
+class Observed(members.Peer):
     """A learner that tells a status what its steps were like."""
 
     def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
@@ -64,7 +66,14 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
     store = Store(options.directory, manifest, member)
     try:
         key_data = store.random_key() if options.seed is None else seeded_key(options.seed)
-        learner = Observed(settings, own, key_data, attack if isinstance(attack, Attack) else None)
+        learner = Observed(
+            settings.federation(),
+            settings.schedule(),
+            own,
+            key_data,
+            attack=attack if isinstance(attack, Attack) else None,
+            as_simulated=options.seed is not None,
+        )
         learner.on_output = store.keep_output
         log = Log(options.directory / "log.jsonl", name, sink)
         status = Status(
@@ -89,27 +98,26 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             log.close()
             if stop is not None:
                 stop()
-        return _write_results(store, learner)
+        return _write_results(store, settings, learner)
     finally:
         store.close()
 
 
-def _write_results(store: Store, learner: Learner) -> RunDirectory:
+def _write_results(store: Store, settings: Settings, learner: members.Peer) -> RunDirectory:
     """What this member has learned and seen, as a run of one agent."""
     path = store.path / "run"
     if path.exists() and RunDirectory.open(path).complete:
         return RunDirectory.open(path)
-    directory = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, learner.settings)
+    directory = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, settings)
     records = {record["iteration"]: record for record in store.read_progress()}
     iterations = range(learner.num_iterations)
     metrics = {
-        column.name: np.asarray([[records.get(t, {}).get(column.name, np.nan) for t in iterations]], np.float32)
-        for column in fields(Metrics)
+        name: np.asarray([[records.get(t, {}).get(name, np.nan) for t in iterations]], np.float32) for name in METRICS
     }
     # Of a member that was behind when iteration T̂ came, there is none.
     uniform = np.full_like(learner.parameters, np.nan) if (kept := store.output()) is None else kept
-    held = {"last": learner.parameters[None, None], "uniform": uniform[None, None]}
-    plan = learner.plan
-    run = Run(learner.settings, plan.trajectories, plan.large, metrics, held, plan.output_iteration, complete=True)
+    run = Run.of(
+        settings, learner.plan, metrics=metrics, last=learner.parameters[None, None], uniform=uniform[None, None]
+    )
     directory.write_results(run)
     return directory

@@ -46,7 +46,7 @@ class Board:
             "run": manifest.run,
             "asked_as": manifest.members[own].name,
             "members": [{"name": member.name, "address": member.address} for member in manifest.members],
-            "num_faulty": manifest.num_faulty,
+            "num_byzantine": manifest.num_byzantine,
             "rehearsal": manifest.rehearsal,
             "task": settings.env,
             "algorithm": settings.algorithm,

@@ -41,7 +41,8 @@ from byzpg.live.protocol import (
 )
 from byzpg.live.status import Log, Status
 from byzpg.live.store import Store
-from byzpg.live.wire import Codec, Rejected, is_sound
+from byzpg.live.wire import Codec, Rejected
+from byzpg.robust.geometry import is_sound_on_host
 
 # An equivocator can contradict itself in every step: this many proofs are enough.
 EVIDENCE_PER_MEMBER = 20
@@ -290,7 +291,7 @@ class Peer:
         return lambda: self._computed(self.course.first_step(iteration), vector)
 
     def _computed(self, step: int, vector: np.ndarray) -> list[Action]:
-        if is_sound(vector):
+        if is_sound_on_host(vector):
             return self.protocol.computed(step, vector)
         # Nothing can be sent: it stays away until the others are far enough ahead to tell it their states.
         self.log("unsound", level="error", step=step, words="the own vector is not finite, or too large; waiting")
@@ -318,7 +319,7 @@ class Peer:
 
     def _saved(self, iteration: int) -> Checkpoint:
         checkpoint = Checkpoint(iteration, self.computation.snapshot())
-        if not is_sound(checkpoint.snapshot):
+        if not is_sound_on_host(checkpoint.snapshot):
             raise ValueError(f"training has diverged in iteration {iteration - 1}: try a smaller step_size.")
         self._checkpoints.put(self._num_checkpoints, *checkpoint.parts())
         self._num_checkpoints += 1

@@ -26,14 +26,14 @@ class Course:
     """The row of steps, and who takes part."""
 
     num_members: int  # K
-    num_faulty: int  # f, tolerated
+    num_byzantine: int  # f, tolerated
     own: int  # this member's index
     rounds: int  # κ
     num_iterations: int  # T
 
     @cached_property
     def quorum(self) -> int:
-        return self.num_members - self.num_faulty
+        return self.num_members - self.num_byzantine
 
     @cached_property
     def per_iteration(self) -> int:
@@ -206,7 +206,7 @@ class Protocol:
     def is_behind(self) -> bool:
         """Whether more members than can lie were heard in a later iteration."""
         later = self.course.first_step(self.iteration + 1)
-        return sum(position >= later for position in self._positions) > self.course.num_faulty
+        return sum(position >= later for position in self._positions) > self.course.num_byzantine
 
     # Events
 

@@ -10,7 +10,7 @@ import zlib
 from functools import reduce
 from pathlib import Path
 
-from byzpg.files import flush_directory
+from byzpg._files import flush_directory
 
 _flush = getattr(os, "fdatasync", os.fsync)  # macOS has only the latter
 HEAD = struct.Struct("<QQI")  # number, length, checksum of the number and the content

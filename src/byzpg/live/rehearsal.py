@@ -1,4 +1,4 @@
-"""Members that misbehave on purpose, in federations whose manifest allows it: liars, and breakers of the wire."""
+"""Members that misbehave on purpose, in federations whose manifest allows it: attackers, and breakers of the wire."""
 
 import secrets
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from byzpg.attacks import Attack, MessageAttack, Silent
-from byzpg.components import plain_name, unknown
-from byzpg.learner import Learner
+from byzpg._registry import members, parse
+from byzpg.federation.members import Peer
 from byzpg.live.protocol import Course, Message
-from byzpg.registry import FAMILIES, parse
+from byzpg.robust.attacks import Attack, MessageAttack, Silent
+from byzpg.robust.components import plain_name, unknown
 
 Wire = Literal["garbage", "oversized", "slow"]
 WIRE: tuple[Wire, ...] = get_args(Wire)
@@ -40,7 +40,7 @@ def parse_attack(text: str) -> Attack | Wire:
     known = {plain_name(each): each for each in ALONE}
     names = [*ALONE, *WIRE]
     if plain_name(name) not in known:
-        if plain_name(name) in map(plain_name, FAMILIES["attack"]):
+        if plain_name(name) in map(plain_name, members("attack")):
             raise ValueError(
                 f"attack {name} needs to know what everybody else sends, which a member of a live federation does "
                 f"not; use one of {', '.join(names)}."
@@ -56,7 +56,7 @@ class Mischief:
     """Turns the honest messages of a member into what it sends."""
 
     attack: Attack | Wire
-    learner: Learner
+    learner: Peer
     course: Course
     seal: Callable[[int, np.ndarray, tuple], Message]
     _step: int = -1
@@ -80,7 +80,7 @@ class Mischief:
 
     def _lie(self, attack: MessageAttack, message: Message) -> list[Message | None]:
         iteration, phase = self.course.iteration(message.step), self.course.phase(message.step)
-        vectors = self.learner.lies(attack, iteration, phase, message.vector)
+        vectors = self.learner.false_messages(attack, iteration, phase, message.vector)
         return [
             None if isinstance(attack, Silent) else self.seal(message.step, vector, message.receipts)
             for vector in vectors

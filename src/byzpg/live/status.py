@@ -67,7 +67,7 @@ class Numbers:
         self.rejected = make(counter, "messages_rejected", "Messages that did not count.", ("peer", "reason"))
         self.missing = make(gauge, "peers_missing", "Members without a message in the last step.")
         self.absences = make(counter, "absences", "Steps that ended without a member's message.", ("peer",))
-        self.diameter = make(gauge, "diameter", "Diameter of what was received last, liars included.", ("phase",))
+        self.diameter = make(gauge, "diameter", "Diameter of what was received last, attackers included.", ("phase",))
         self.weight = make(gauge, "weight", "Weight that a member's last gradient got.", ("peer",))
         self.equivocations = make(counter, "equivocations", "Contradictions that a member signed.", ("peer",))
         self.stalled = make(gauge, "stalled", "1 while there are too few messages to go on.")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from byzpg.files import flush_directory, write_atomically
+from byzpg._files import flush_directory, write_atomically
 from byzpg.live.identity import Member
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Evidence

@@ -21,9 +21,9 @@ import numpy as np
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from byzpg.clouds import NORM_LIMIT
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Course, Kind, Message, Receipt
+from byzpg.robust.geometry import is_sound_on_host
 
 MAGIC, VERSION, TAG = b"BZPG", 1, b"byzpg message 1\n"
 HEAD = struct.Struct("<4sBBHIHHI32s16s32s")
@@ -32,13 +32,6 @@ SIGNATURE_BYTES = 64
 FIXED_BYTES = HEAD.size + SIGNATURE_BYTES
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BARRIER = 0xFFFF  # the phase of a barrier
-
-
-def is_sound(vector: np.ndarray) -> bool:
-    """Whether rules will take a vector: all numbers finite, and the norm small enough; else they leave it out."""
-    # Not np.dot: it would wake all threads of the linear algebra library, at every message.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.einsum("i,i", vector, vector) < (NORM_LIMIT / 2) ** 2)
 
 
 class Rejected(ValueError):
@@ -121,7 +114,7 @@ class Codec:
         if any(receipt.sender >= self.course.num_members for receipt in receipts):
             raise Rejected("malformed")
         vector = np.frombuffer(frame, "<f4", dimension, receipts_end)
-        if not is_sound(vector):
+        if not is_sound_on_host(vector):
             raise Rejected("non-finite")
         return Message(kind, sender, step, vector, receipts, digest, signature, frame)
 

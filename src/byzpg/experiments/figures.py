@@ -1,0 +1,467 @@
+"""Results as pictures. Nothing here computes a result."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from itertools import cycle
+from math import ceil, inf
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from PIL import Image
+
+from byzpg._files import write_atomically
+from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Experiment, Panel, published_curves
+from byzpg.experiments.results import Result
+from byzpg.experiments.statistics import bootstrap_interval, even_grid, interquartile_mean, smooth_on_grid
+from byzpg.experiments.summaries import LEVELS, Estimate, estimate, final_returns, reach_estimate, run_means
+
+# Told apart with any colour vision (Okabe & Ito 2008); their yellow, too pale for lines, is left out.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+# The three tones of all that is not data. Nothing else has them, so that a page can put its own in their place.
+INK, MUTED, GRID = "#1A1B1C", "#737475", "#EAEBEC"
+STYLE: dict[Any, Any] = {
+    "axes.facecolor": "none",
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+}
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the picture; the format follows the path's ending. A .png has 256 colours, a third of the size."""
+    picture_format = path.suffix.removeprefix(".")
+    drawn = BytesIO()
+    try:
+        figure.savefig(drawn, format=picture_format, bbox_inches="tight", dpi=160)
+    finally:
+        pyplot.close(figure)
+    if picture_format == "png":
+        picture, drawn = Image.open(drawn).convert("RGB").quantize(256), BytesIO()
+        picture.save(drawn, "PNG", optimize=True)
+    write_atomically(path, lambda file: file.write(drawn.getvalue()))
+
+
+def save_animation(frames: Sequence[np.ndarray], path: Path) -> None:
+    """Write pictures [height, width, 3] as a GIF of half their size, every second one, at 25 a second."""
+    first, *rest = (Image.fromarray(frame).reduce(2).quantize(32) for frame in frames[::2])
+    write_atomically(path, lambda file: first.save(file, "GIF", save_all=True, append_images=rest, duration=40, loop=0))
+
+
+def constants_heatmap(constants: Mapping[str, Mapping[str, float]], title: str) -> Figure:
+    """Measured constants by rule (rows) and attack (columns) on a logarithmic colour scale."""
+    rules, attacks = list(constants), list(next(iter(constants.values())))
+    # Below 0.01 the result is the honest mean for all purposes; above 100 the rule has been broken.
+    values = [[min(max(constants[rule][attack], 1e-2), 1e2) for attack in attacks] for rule in rules]
+    figure, axes = pyplot.subplots(figsize=(1.6 + 0.72 * len(attacks), 1.4 + 0.34 * len(rules)))
+    picture = axes.imshow(values, norm=LogNorm(1e-2, 1e2), cmap="RdYlGn_r", aspect="auto")
+    for row, rule in enumerate(rules):
+        for column, attack in enumerate(attacks):
+            axes.text(column, row, short_number(constants[rule][attack]), ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(attacks)), attacks, rotation=35, ha="right")
+    axes.set_yticks(range(len(rules)), rules)
+    axes.tick_params(length=0)
+    axes.set_title(title, fontsize=11)
+    figure.colorbar(picture, label="C_ra (green: close to the honest mean)", pad=0.02)
+    return figure
+
+
+def short_number(value: float) -> str:
+    """A few characters: at most two significant digits below 100, one from 10,000 on."""
+    if value < 0.005:
+        return "0"
+    if value >= 1e4:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{value:.2g}" if value < 100 else f"{value:.0f}"
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """The returns of one method's runs over the trajectories each agent sampled."""
+
+    label: str
+    trajectories: np.ndarray  # [iteration], running total per agent
+    returns: np.ndarray  # [seed, iteration]
+
+
+def learning_curves(
+    curves: Sequence[Curve],
+    title: str,
+    *,
+    reference_level: float | None = None,
+    reference_name: str = "reference",
+    what: str = "return (mean over honest agents)",
+) -> Figure:
+    """Mean ± one standard deviation over seeds; beside it, from 3 seeds on, the interquartile mean and its interval."""
+    if not curves:
+        raise ValueError("learning_curves needs at least one curve.")
+    repeated = [curve for curve in curves if len(curve.returns) >= 3]
+    columns = 2 if repeated else 1
+    size = (2 + 4 * columns, 4)
+    with pyplot.rc_context(STYLE):
+        figure, panels = pyplot.subplots(1, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+        left, right = panels[0, 0], panels[0, -1]
+        # Beyond one round of colours, the dashes tell curves apart.
+        styles = ((colour, dashes) for dashes in cycle(("-", "--", ":", "-.")) for colour in COLOURS)
+        for curve, (colour, dashes) in zip(curves, styles, strict=False):
+            grid, returns = _cells(curve)
+            look = {"color": colour, "linestyle": dashes, "label": curve.label}
+            _draw_mean(left, grid, returns, **look)
+            if curve in repeated:
+                interval = bootstrap_interval(returns, interquartile_mean)
+                _draw_band(right, grid, interquartile_mean(returns), *interval, **look)
+        if any(len(curve.returns) > 1 for curve in curves):
+            left.set_title(f"mean ± one standard deviation, {_seeds(curves)}", fontsize=10, loc="left")
+        if repeated:
+            right.set_title(f"interquartile mean, 95 % bootstrap interval, {_seeds(repeated)}", fontsize=10, loc="left")
+        for axes in panels[0]:
+            if reference_level is not None:
+                name = f"{reference_name}: {reference_level:g}"
+                axes.axhline(reference_level, color=MUTED, linewidth=1, linestyle="--", zorder=1, label=name)
+            _over_trajectories(axes, max(curve.trajectories[-1] for curve in curves))
+        left.set_ylabel(what)
+        figure.suptitle(title, fontsize=12, fontweight="bold")
+        _legend(figure, *left.get_legend_handles_labels())
+    return figure
+
+
+def dots(values: Mapping[str, np.ndarray], title: str, what: str) -> Figure:
+    """By label a row: a dot per seed [seed], a stroke at their mean, and the mean in digits."""
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(7, 1.1 + 0.3 * len(values)), layout="constrained")
+        for row, each in enumerate(values.values()):
+            known = each[np.isfinite(each)]
+            look: dict[str, Any] = {"color": COLOURS[0], "linestyle": "none"}
+            axes.plot(known, np.full(len(known), row), marker="o", alpha=0.45, markersize=5, markeredgewidth=0, **look)
+            if len(known):
+                axes.plot(np.mean(known), row, marker="|", markersize=15, markeredgewidth=2.2, **look)
+            shown = f"{np.mean(each):.0f}" if len(known) == len(each) else f"{len(each) - len(known)} diverged"
+            axes.annotate(shown, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+        axes.set_yticks(range(len(values)), list(values), fontsize=9)
+        axes.set_ylim(len(values) - 0.5, -0.5)
+        axes.set_xlabel(what)
+        axes.margins(x=0.04)
+        _tidy(axes)
+        axes.set_title(title, fontsize=12, fontweight="bold", loc="left")
+    return figure
+
+
+def _draw_band(
+    axes: Axes, x: np.ndarray, middle: np.ndarray, low: np.ndarray, high: np.ndarray, color: str, **look: object
+) -> None:
+    """A line and what lies around it."""
+    # Every second point of a band does: it is pale, and half of a page's size.
+    few = np.unique(np.append(np.arange(0, len(x), 1 + len(x) // 100), len(x) - 1))
+    axes.fill_between(x[few], low[few], high[few], color=color, alpha=0.16, linewidth=0)
+    axes.plot(x, middle, color=color, **look)  # pyright: ignore[reportArgumentType]
+
+
+def _draw_mean(axes: Axes, x: np.ndarray, returns: np.ndarray, color: str, **look: object) -> None:
+    """Mean ± one standard deviation over seeds."""
+    mean, deviation = np.mean(returns, axis=0, dtype=float), np.std(returns, axis=0, dtype=float)
+    _draw_band(axes, x, mean, mean - deviation, mean + deviation, color, **look)
+
+
+def _over_trajectories(axes: Axes, end: float) -> None:
+    axes.set_xlabel("trajectories per agent")
+    axes.set_xlim(0, end)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    _tidy(axes)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(True)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(figure: Figure, handles: Sequence[Line2D], labels: Sequence[str]) -> None:
+    """One for all panels, below them, in as many columns as fit."""
+    fitting = int(figure.get_figwidth() / (0.6 + 0.07 * max(map(len, labels))))  # in inches: a handle, a letter
+    columns = min(max(fitting, 1), 5)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def _seeds(curves: Sequence[Curve]) -> str:
+    """How many runs a picture rests on: 10 seeds, or 3 to 10 seeds."""
+    counts = [len(curve.returns) for curve in curves]
+    fewest, most = min(counts), max(counts)
+    return f"{fewest} seed{'s' * (fewest > 1)}" if fewest == most else f"{fewest} to {most} seeds"
+
+
+def _cells(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """The curve on an even grid [cell] of at most 100 cells: as fine as the eye needs, with the noise averaged out."""
+    grid = even_grid(curve.trajectories, 100)
+    return grid, smooth_on_grid(curve.trajectories, curve.returns, grid)
+
+
+# Experiments
+
+# What a label stands for has one colour wherever it turns up; other labels take what is left, in order.
+KNOWN_COLOURS = {
+    r"PAGE-PG K=1( |$)": "#000000",  # one agent alone
+    r".+-PAGE-PG .*α=0": "#009E73",  # plain averaging, all honest
+    r".+-PAGE-PG": "#D55E00",  # plain averaging under attack
+    r".+PG K=5": "#56B4E9",
+}
+# Where curves of a task lie; the published ones too.
+RETURN_RANGES = {CARTPOLE: (0.0, 515.0), LUNARLANDER: (-400.0, 300.0)}
+PUBLISHED_DASHES = (0, (3.5, 2.0))
+# What counts as perfect agreement: float32 cannot tell parameters of size 1 closer together.
+LEAST_DIAMETER = 1e-7
+PANEL_SIZE = (4.1, 3.1)  # inches
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One pair of axes of an experiment, yet to be drawn."""
+
+    title: str
+    description: str  # for those who cannot see it
+    draw: Callable[[Axes], None]
+    size: tuple[float, float] = PANEL_SIZE
+
+    def alone(self) -> Figure:
+        """As a figure of its own, without its title."""
+        with pyplot.rc_context(STYLE):
+            figure = Figure(figsize=self.size, layout="constrained")
+            self.draw(figure.subplots())
+        return figure
+
+
+def colours_by_label(experiment: Experiment) -> dict[str, str]:
+    """The colour of every line of an experiment, the same in all its panels."""
+    labels = list(dict.fromkeys(cell.label for panel in experiment.panels for cell in panel.cells))
+    known = {label: [c for pattern, c in KNOWN_COLOURS.items() if re.match(pattern, label)] for label in labels}
+    taken = {matching[0] for matching in known.values() if matching}
+    free = cycle([colour for colour in COLOURS if colour not in taken])
+    return {label: matching[0] if matching else next(free) for label, matching in known.items()}
+
+
+def pictures(experiment: Experiment, runs: Mapping[str, Result]) -> list[Picture]:
+    """All that is to be drawn of an experiment."""
+    colours = colours_by_label(experiment)
+
+    def of_panel(panel: Panel) -> list[Picture]:
+        who = ", ".join(dict.fromkeys(cell.label for cell in panel.cells))
+        given = {"panel": panel, "runs": runs, "colours": colours}
+        final = Picture(
+            f"{panel.title}: return at the end",
+            f"{panel.title}: interquartile mean of the return in the last tenth of training, of {who}.",
+            partial(_draw_final, **given),
+        )
+        match experiment.kind:
+            case "curves":
+                beside = " Dashed: the published curves." if panel.published else ""
+                about = f"{panel.title}: return over trajectories per agent, mean and standard deviation, of {who}."
+                return [Picture(panel.title, about + beside, partial(_draw_curves, **given))]
+            case "reach":
+                level = LEVELS[panel.task]
+                about = (
+                    f"{panel.title}: median trajectories per agent until a return of {level:g}, by number of agents."
+                )
+                return [Picture(f"{panel.title}: trajectories to {level:g}", about, partial(_draw_reach, **given))]
+            case "tolerance":
+                about = f"{panel.title}: return at the end by number of attackers, of {who}."
+                return [Picture(panel.title, about, partial(_draw_tolerance, **given))]
+            case "agreement":
+                about = f"{panel.title}: mean diameter of honest parameters after κ rounds of agreement, of {who}."
+                diameter = Picture(f"{panel.title}: honest diameter", about, partial(_draw_diameters, **given))
+                return [diameter, final]
+            case "heatmap":
+                rows, columns = _axes_of_table(panel)
+                size = (2.4 + 0.56 * len(columns), 1.5 + 0.36 * len(rows))
+                task = f"{panel.title}: "
+                return [
+                    Picture(
+                        f"{task}return at the end",
+                        f"{task}mean return of the last tenth, by rule and attack.",
+                        partial(_draw_heatmap, panel=panel, runs=runs, metric="return"),
+                        size,
+                    ),
+                    Picture(
+                        f"{task}weight that attackers got, %",
+                        f"{task}mean weight of the attackers' gradients in percent, by rule and attack.",
+                        partial(_draw_heatmap, panel=panel, runs=runs, metric="weight"),
+                        size,
+                    ),
+                ]
+
+    # One kind after the other, so that those to be compared are side by side.
+    return [picture for alike in zip(*map(of_panel, experiment.panels), strict=True) for picture in alike]
+
+
+def legend_handles(experiment: Experiment) -> dict[str, Line2D]:
+    """What every line of an experiment stands for; none for a table of colours."""
+    if experiment.kind == "heatmap":
+        return {}
+    handles = {label: Line2D([], [], color=colour) for label, colour in colours_by_label(experiment).items()}
+    if any(panel.published for panel in experiment.panels):
+        handles["published"] = Line2D([], [], color=MUTED, linestyle=PUBLISHED_DASHES, linewidth=1.1)
+    return handles
+
+
+def draw_experiment(experiment: Experiment, runs: Mapping[str, Result]) -> Figure:
+    """All panels of an experiment in one figure, with one legend."""
+    drawn = pictures(experiment, runs)
+    columns = 1 if experiment.kind == "heatmap" else 2 if len(drawn) == 4 else min(len(drawn), 3)
+    rows = ceil(len(drawn) / columns)
+    width, height = drawn[0].size
+    with pyplot.rc_context(STYLE):
+        figure = Figure(figsize=(columns * width, rows * height + 0.9), layout="constrained")
+        for number, picture in enumerate(drawn, start=1):
+            axes = figure.add_subplot(rows, columns, number)
+            picture.draw(axes)
+            axes.set_title(picture.title, fontsize=10.5, loc="left")
+        figure.suptitle(experiment.title, fontsize=12.5, fontweight="bold")
+        if handles := legend_handles(experiment):
+            _legend(figure, list(handles.values()), list(handles))
+    return figure
+
+
+def _draw_curves(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: Mapping[str, str]) -> None:
+    curves = published_curves(*panel.published) if panel.published else {}
+    for cell in panel.cells:
+        result, colour = runs[cell.run], colours[cell.label]
+        if cell.label in curves:
+            look = {"linestyle": PUBLISHED_DASHES, "linewidth": 1.1, "zorder": 1.5}
+            axes.plot(*curves[cell.label], color=colour, label=f"{cell.label}, published", **look)
+        _draw_mean(axes, result.trajectories, result.returns, colour, label=cell.label, linewidth=1.6)
+    _over_trajectories(axes, max(runs[cell.run].trajectories[-1] for cell in panel.cells))
+    _return_axis(axes, panel)
+
+
+def _return_axis(axes: Axes, panel: Panel) -> None:
+    axes.set_ylabel("return")
+    if panel.task in RETURN_RANGES:
+        axes.set_ylim(*RETURN_RANGES[panel.task])
+
+
+def _lines(panel: Panel) -> dict[str, list[tuple[int, str]]]:
+    """By label, the places along its line and the runs there."""
+    lines: dict[str, list[tuple[int, str]]] = {}
+    for cell in panel.cells:
+        assert isinstance(cell.at, int)
+        lines.setdefault(cell.label, []).append((cell.at, cell.run))
+    return {label: sorted(points) for label, points in lines.items()}
+
+
+def _draw_points(
+    axes: Axes, panel: Panel, colours: Mapping[str, str], find: Callable[[str], Estimate | None], dodge: float = 0.09
+) -> None:
+    """By label, estimates along a line with their intervals, side by side where they would hide each other."""
+    lines = _lines(panel)
+    for number, (label, points) in enumerate(lines.items()):
+        known = [(at, each) for at, run in points if (each := find(run)) is not None]
+        if known:
+            x = np.array([at + dodge * (number - (len(lines) - 1) / 2) for at, _ in known])
+            value, low, high = np.array([(each.value, each.low, each.high) for _, each in known]).T
+            look = {"marker": "os^D"[number % 4], "markersize": 4.5, "capsize": 2.5, "color": colours[label]}
+            axes.errorbar(x, value, (value - low, high - value), label=label, **look)
+    places = sorted({at for points in lines.values() for at, _ in points})
+    axes.set_xticks(places, [f"{at}" for at in places])
+    if dodge:
+        axes.set_xlim(places[0] - 0.4, places[-1] + 0.7)  # room for a bound after the last
+    _tidy(axes)
+
+
+def _draw_final(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: Mapping[str, str]) -> None:
+    _draw_points(axes, panel, colours, lambda run: estimate(final_returns(runs[run])))
+    axes.set_xlabel("rounds of agreement κ")
+    _return_axis(axes, panel)
+
+
+def _draw_diameters(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: Mapping[str, str]) -> None:
+    def diameter(run: str) -> Estimate | None:
+        means = run_means(runs[run], "diameter_after")
+        return None if means is None else estimate(np.maximum(means, LEAST_DIAMETER))
+
+    _draw_points(axes, panel, colours, diameter)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-").replace("e+00", ""))
+    axes.set_xlabel("rounds of agreement κ")
+    axes.set_ylabel("diameter after agreement")
+
+
+def _draw_tolerance(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: Mapping[str, str]) -> None:
+    _draw_points(axes, panel, colours, lambda run: estimate(final_returns(runs[run])))
+    for cell in {cell.label: cell for cell in panel.cells}.values():
+        if declared := runs[cell.run].settings.num_byzantine:
+            axes.axvline(declared + 0.5, color=colours[cell.label], linestyle=":", linewidth=1.4)
+    axes.set_xlabel("attackers; dotted: as many as declared")
+    _return_axis(axes, panel)
+
+
+def _draw_reach(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: Mapping[str, str]) -> None:
+    found = {cell.run: reach_estimate(runs[cell.run]) for cell in panel.cells}
+    never = [cell for cell in panel.cells if found[cell.run].value == inf]
+    # What never got there stands at the top, where training ended.
+    top = max(runs[cell.run].trajectories[-1] for cell in panel.cells)
+
+    def shown(run: str) -> Estimate:
+        each = found[run]
+        return Estimate(min(each.value, top), min(each.low, top), min(each.high, top))
+
+    axes.set_xscale("log")
+    _draw_points(axes, panel, colours, shown, dodge=0)
+    axes.minorticks_off()
+    for cell in never:
+        axes.annotate("never", (float(cell.at or 0), top), (0, 6), textcoords="offset points", ha="center", fontsize=9)
+    axes.set_ylim(0, 1.1 * top if never else None)
+    axes.set_xlabel("agents K")
+    axes.set_ylabel("trajectories per agent")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+
+
+def _axes_of_table(panel: Panel) -> tuple[list[str], list[str]]:
+    """The rows and columns of a heat map."""
+    rows = dict.fromkeys(cell.label for cell in panel.cells)
+    return list(rows), list(dict.fromkeys(str(cell.at) for cell in panel.cells))
+
+
+def _draw_heatmap(axes: Axes, panel: Panel, runs: Mapping[str, Result], metric: str) -> None:
+    rows, columns = _axes_of_table(panel)
+    values = np.full((len(rows), len(columns)), np.nan)
+    for cell in panel.cells:
+        result = runs[cell.run]
+        each = final_returns(result) if metric == "return" else run_means(result, "byzantine_weight")
+        if each is not None:
+            values[rows.index(cell.label), columns.index(str(cell.at))] = np.mean(each) * (
+                1 if metric == "return" else 100
+            )
+    settings = runs[panel.cells[0].run].settings
+    # Attackers that pass for honest get their share; twice as much is as dark as it gets.
+    span = (0.0, 200 * settings.num_attackers / settings.num_agents)
+    norm = Normalize(*(RETURN_RANGES.get(panel.task, (None, None)) if metric == "return" else span))
+    norm.autoscale_None(values[np.isfinite(values)])
+    colours = matplotlib.colormaps["viridis" if metric == "return" else "magma_r"]
+    axes.set_facecolor(GRID)  # of cells without a number
+    axes.pcolormesh(values, norm=norm, cmap=colours, edgecolors=GRID, linewidth=0.8)
+    for (row, column), value in np.ndenumerate(values):
+        known = bool(np.isfinite(value))
+        dark = known and np.dot(colours(norm(value))[:3], (0.299, 0.587, 0.114)) < 0.5
+        ink = MUTED if not known else "#FFFFFF" if dark else "#101010"
+        text = f"{value:.0f}" if known else "–"
+        axes.text(column + 0.5, row + 0.5, text, color=ink, ha="center", va="center", fontsize=9)
+    axes.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=40, ha="right", rotation_mode="anchor")
+    axes.set_yticks(np.arange(len(rows)) + 0.5, rows)
+    axes.invert_yaxis()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)

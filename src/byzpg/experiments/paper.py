@@ -1,0 +1,384 @@
+"""Named grids of runs: every figure of the paper, and what lies beyond it.
+
+An experiment says which runs make one picture; `Grid` holds several, with the settings of every run they need. Runs
+that several pictures share are in it once.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from json import dumps, loads
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from byzpg.config import Config, Settings
+from byzpg.robust.components import unknown
+from byzpg.runs import RunDirectory
+
+CARTPOLE, LUNARLANDER = "CartPole-v1", "LunarLander-v3"
+PAPER_ATTACKS = ("RandomAction", "LargeNoise", "AvgZero")
+
+Kind = Literal["curves", "reach", "tolerance", "heatmap", "agreement"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run's place in a picture."""
+
+    label: str  # of its line, or its row
+    run: str
+    at: str | int | None = None  # its place along the line: K, f, κ; or its column
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    task: str
+    cells: tuple[Cell, ...]
+    published: tuple[str, str] | None = None  # where the paper's curves are: figure, panel
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One picture, and what to look for in it."""
+
+    name: str
+    title: str
+    question: str
+    kind: Kind
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Experiments and the settings of every run in them, by name."""
+
+    experiments: tuple[Experiment, ...]
+    settings: Mapping[str, Settings]
+
+    def lay_down(self, folder: Path) -> list[Path]:
+        """A run's directory for each, new or as it was left."""
+        directories = [folder / name for name in self.settings]
+        for path, settings in zip(directories, self.settings.values(), strict=True):
+            if not (path / "config.json").is_file():
+                RunDirectory.create(path, settings)
+        return directories
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What all runs of a grid have in common; None: what the experiment suggests."""
+
+    preset: Literal["tuned", "paper", "script"] = "tuned"
+    num_seeds: int | None = None
+    seed: int = 2000
+    trajectories: int | None = None
+
+
+@cache
+def _all_published_curves() -> dict[str, Any]:
+    return loads((files("byzpg.experiments") / "published_curves.json").read_text())
+
+
+def published_curves(figure: str, panel: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By method, the mean curve of a panel of the paper: trajectories per agent, and return where it can be seen.
+
+    Read off the plots (arXiv 2401.03489); the error is about ±3 on CartPole and ±2 on LunarLander.
+    """
+    found = {}
+    for method, curve in _all_published_curves()[figure][panel].items():
+        trajectories, returns = (np.asarray(curve[axis], float) for axis in "xy")
+        seen = np.isfinite(returns)
+        found[method.replace("alpha", "α")] = trajectories[seen], returns[seen]
+    return found
+
+
+def run_name(settings: Settings) -> str:
+    """A directory's name: what the eye looks for, and a hash of all there is."""
+    digest = sha256(dumps(settings.as_data(), sort_keys=True).encode()).hexdigest()[:8]
+    attackers = f"{settings.num_attackers}-{type(settings.attack).__name__}" if settings.num_attackers else "0"
+    return f"{settings.task_in_names}-{settings.algorithm}-{settings.num_agents}-{attackers}-{digest}"
+
+
+class _Builder:
+    """Collects the runs of experiments."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.settings: dict[str, Settings] = {}
+
+    def cell(
+        self, label: str, at: str | int | None = None, *, seeds: int = 10, trajectories: int = 8000, **options: Any
+    ) -> Cell:
+        scope = self.scope
+        config = Config(
+            preset=scope.preset,
+            num_seeds=scope.num_seeds or seeds,
+            seed=scope.seed,
+            trajectories=scope.trajectories or trajectories,
+            **options,
+        )
+        settings = config.resolved()
+        name = run_name(settings)
+        self.settings[name] = settings
+        return Cell(label, name, at)
+
+
+# The paper's figures
+
+
+def _speedup(build: _Builder, algorithm: str, name: str, key: str) -> Experiment:
+    def panel(title: str, env: str) -> Panel:
+        alone = build.cell("PAGE-PG K=1", env=env, algorithm="PAGE-PG")
+        others = (
+            build.cell(f"{algorithm} K={size}", env=env, algorithm=algorithm, num_agents=size, num_byzantine=0)
+            for size in (5, 13)
+        )
+        return Panel(title, env, (alone, *others), (key, title))
+
+    return Experiment(
+        name,
+        f"{algorithm}: more agents learn faster",
+        "All agents are honest. Does each level take fewer trajectories per agent the more agents there are?",
+        "curves",
+        (panel("CartPole", CARTPOLE), panel("LunarLander", LUNARLANDER)),
+    )
+
+
+def _attacks(build: _Builder, robust: str, plain: str, env: str, name: str, key: str) -> Experiment:
+    def panel(attack: str) -> Panel:
+        cells = (
+            build.cell("PAGE-PG K=1 α=0", env=env, algorithm="PAGE-PG"),
+            build.cell(f"{plain} K=13 α=0", env=env, algorithm=plain, num_byzantine=0),
+            build.cell(f"{plain} K=13 α=3/13", env=env, algorithm=plain, num_byzantine=3, attack=attack),
+            build.cell(f"{robust} K=13 α=3/13", env=env, algorithm=robust, num_byzantine=3, attack=attack),
+        )
+        return Panel(attack, env, cells, (key, attack))
+
+    return Experiment(
+        name,
+        f"{robust} under attack: {env}",
+        f"3 of 13 agents attack. Does {robust} learn nearly as if there were none, where {plain} does not?",
+        "curves",
+        tuple(map(panel, PAPER_ATTACKS)),
+    )
+
+
+# Beyond the paper
+
+
+def _ablation(build: _Builder) -> Experiment:
+    """The correction as printed, capped, gated, and none: at equal trajectories per agent."""
+    variants: dict[str, dict[str, Any]] = {
+        "PAGE as printed": {"importance": "ImportanceWeights()"},
+        "PAGE, ω capped at 1": {"importance": "ImportanceWeights(cap=1.0)"},
+        "PAGE, gated by health": {"importance": "ImportanceWeights()", "gate": "health"},
+    }
+
+    def panel(title: str, env: str, step_size: float, large: int, small: int, alone: int, trajectories: int) -> Panel:
+        shared: dict[str, Any] = {"env": env, "step_size": step_size, "num_byzantine": 3, "attack": "AvgZero"}
+        shared |= {"seeds": 10 if env == CARTPOLE else 3, "trajectories": trajectories}
+        page: dict[str, Any] = {"large_batch": large, "small_batch": small, "switch_probability": 0.2}
+        page |= {"memory": "paper", "coin": "common"}  # whatever the preset
+        cells = [build.cell(label, **shared, **page, **options) for label, options in variants.items()]
+        plain = {"large_batch": alone, "switch_probability": 1.0}
+        cells.append(build.cell(f"p = 1, N = {alone}", **shared, **plain))
+        return Panel(title, env, tuple(cells))
+
+    return Experiment(
+        "ablation",
+        "When does the PAGE correction pay?",
+        "DecByzPG, 3 of 13 agents attacking (AvgZero); all but the estimator is the preset's. Equal trajectories.",
+        "curves",
+        (
+            panel("CartPole, η = 2e-2", CARTPOLE, 2e-2, 50, 4, 15, 2000),
+            panel("CartPole, η = 5e-3", CARTPOLE, 5e-3, 50, 4, 15, 2000),
+            panel("LunarLander, η = 5e-3", LUNARLANDER, 5e-3, 96, 32, 45, 5000),
+            panel("LunarLander, η = 1e-3", LUNARLANDER, 1e-3, 96, 32, 45, 5000),
+        ),
+    )
+
+
+def _many(build: _Builder) -> Experiment:
+    sizes = (1, 2, 3, 5, 8, 13, 25, 50, 100)
+    cells = tuple(
+        build.cell("DecByzPG, all honest", size, num_agents=size, num_byzantine=0, trajectories=1000) for size in sizes
+    )
+    return Experiment(
+        "speedup",
+        "Speed-up with up to 100 agents",
+        "How many trajectories per agent does a level take, the more honest agents there are?",
+        "reach",
+        (Panel("CartPole", CARTPOLE, cells),),
+    )
+
+
+def _tolerance(build: _Builder) -> Experiment:
+    def panel(attack: str) -> Panel:
+        cells = []
+        for attackers in range(7):
+            shared: dict[str, Any] = {"num_attackers": attackers, "attack": attack, "seeds": 5, "trajectories": 1000}
+            cells += [
+                build.cell("DecByzPG, f = 3", attackers, num_byzantine=3, **shared),
+                build.cell("ByzPG, f = 6", attackers, algorithm="ByzPG", num_byzantine=6, **shared),
+                build.cell("Dec-PAGE-PG", attackers, algorithm="Dec-PAGE-PG", num_byzantine=0, **shared),
+            ]
+        return Panel(attack, CARTPOLE, tuple(cells))
+
+    return Experiment(
+        "tolerance",
+        "How many attackers are too many?",
+        "13 agents. Agreement by MDA is proven for f < K/4, so up to 3; a server's rule for f < K/2, so up to 6.",
+        "tolerance",
+        tuple(map(panel, ("LargeNoise", "AvgZero", "ALIE"))),
+    )
+
+
+HEATMAP_RULES = (
+    "Mean",
+    "Median",
+    "TrimmedMean",
+    "Krum",
+    "MultiKrum",
+    "MDA",
+    "RFA",
+    "CenteredClipping(radius=10.0)",
+    "NNM(TrimmedMean())",
+)
+HEATMAP_ATTACKS = (
+    "RandomAction",
+    "RewardFlip",
+    "RandomReward",
+    "LargeNoise",
+    "AvgZero",
+    "SignFlip",
+    "IPM",
+    "ALIE",
+    "OptimalALIE",
+    "OptimalIPM",
+    "Mimic",
+    "MinMax",
+    "MinSum",
+    "Zero",
+    "NonFinite",
+    "Silent",
+    "Equivocate",
+    "Dissensus",
+    "MDAFooling",
+)
+
+
+def _heatmap(build: _Builder) -> Experiment:
+    cells = tuple(
+        build.cell(rule, attack, aggregator=rule, attack=attack, num_byzantine=3, seeds=3, trajectories=600)
+        for rule in HEATMAP_RULES
+        for attack in HEATMAP_ATTACKS
+    )
+    return Experiment(
+        "heatmap",
+        "Every attack against every rule",
+        "DecByzPG with each rule, 3 of 13 agents attacking: the return at the end, and the weight that attackers got.",
+        "heatmap",
+        (Panel("CartPole", CARTPOLE, cells),),
+    )
+
+
+def _rotating(build: _Builder) -> Experiment:
+    sets = {
+        "the same 3": "FixedSet",
+        "another 3 in every iteration": "RotatingSet(period=1)",
+        "another 3 every 10": "RotatingSet(period=10)",
+    }
+
+    def panel(attack: str) -> Panel:
+        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "trajectories": 1000}
+        return Panel(
+            attack, CARTPOLE, tuple(build.cell(label, byzantine_set=which, **shared) for label, which in sets.items())
+        )
+
+    return Experiment(
+        "rotating",
+        "When attackers take turns",
+        "Theory lets the Byzantine set change in every iteration. Does practice?",
+        "curves",
+        tuple(map(panel, PAPER_ATTACKS)),
+    )
+
+
+def _agreement(build: _Builder) -> Experiment:
+    def panel(attack: str) -> Panel:
+        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "seeds": 5, "trajectories": 1000}
+        cells = [
+            build.cell(rule, rounds, agreement=rule, rounds=rounds, **shared)
+            for rule in ("MDA", "TrimmedMeanAgreement")
+            for rounds in (0, 1, 2, 3, 5, 8)
+        ]
+        return Panel(attack, CARTPOLE, tuple(cells))
+
+    return Experiment(
+        "agreement",
+        "How many rounds of agreement?",
+        "The diameter of honest parameters after κ rounds, over the training run, and the return it ends with.",
+        "agreement",
+        tuple(map(panel, ("LargeNoise", "Equivocate", "Dissensus"))),
+    )
+
+
+EXPERIMENTS: dict[str, Callable[[_Builder], Experiment]] = {
+    "fig1": lambda build: _speedup(build, "DecByzPG", "fig1", "fig1_speedup_decbyzpg"),
+    "fig2": lambda build: _attacks(
+        build, "DecByzPG", "Dec-PAGE-PG", CARTPOLE, "fig2", "fig2_cartpole_attacks_decbyzpg"
+    ),
+    "fig3": lambda build: _attacks(
+        build, "DecByzPG", "Dec-PAGE-PG", LUNARLANDER, "fig3", "fig3_lunarlander_attacks_decbyzpg"
+    ),
+    "fig4": lambda build: _speedup(build, "ByzPG", "fig4", "fig4_speedup_byzpg"),
+    "fig5": lambda build: _attacks(build, "ByzPG", "Fed-PAGE-PG", CARTPOLE, "fig5", "fig5_cartpole_attacks_byzpg"),
+    "fig6": lambda build: _attacks(
+        build, "ByzPG", "Fed-PAGE-PG", LUNARLANDER, "fig6", "fig6_lunarlander_attacks_byzpg"
+    ),
+    "ablation": _ablation,
+    "speedup": _many,
+    "tolerance": _tolerance,
+    "heatmap": _heatmap,
+    "rotating": _rotating,
+    "agreement": _agreement,
+}
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6")
+# Names for several at once: their experiments, and the task to which their panels are narrowed.
+COLLECTIONS: dict[str, tuple[Sequence[str], str | None]] = {
+    "cartpole": (("fig1", "fig2", "fig4", "fig5"), CARTPOLE),
+    "lunarlander": (("fig1", "fig3", "fig4", "fig6"), LUNARLANDER),
+    "all": (FIGURES, None),
+    "beyond": (tuple(name for name in EXPERIMENTS if name not in FIGURES), None),
+}
+
+
+def grid(names: Iterable[str], scope: Scope, task: str | None = None) -> Grid:
+    """The experiments of these names, or of these collections; with a task, only their panels of it."""
+    wanted: dict[str, set[str | None]] = {}
+    for name in names:
+        if name not in EXPERIMENTS and name not in COLLECTIONS:
+            raise ValueError(unknown("experiment", name, [*EXPERIMENTS, *COLLECTIONS]))
+        members, of_task = COLLECTIONS.get(name, ((name,), None))
+        for member in members:
+            wanted.setdefault(member, set()).add(of_task)
+    build = _Builder(scope)
+    experiments = []
+    for name in EXPERIMENTS:
+        if name in wanted:
+            made, tasks = EXPERIMENTS[name](build), wanted[name]
+            kept = tuple(panel for panel in made.panels if None in tasks or panel.task in tasks)
+            kept = tuple(panel for panel in kept if task is None or panel.task == task)
+            if kept:
+                experiments.append(replace(made, panels=kept))
+    if not experiments:
+        raise ValueError(f"none of these experiments is on task {task!r}: choose {CARTPOLE} or {LUNARLANDER}.")
+    needed = {cell.run for experiment in experiments for panel in experiment.panels for cell in panel.cells}
+    return Grid(tuple(experiments), {name: settings for name, settings in build.settings.items() if name in needed})

@@ -1,0 +1,94 @@
+"""Figures as elements of the page."""
+
+import re
+from collections.abc import Mapping
+from html import escape
+from io import BytesIO
+
+import numpy as np
+from matplotlib import pyplot
+
+from byzpg.experiments.figures import COLOURS, GRID, INK, MUTED, RETURN_RANGES, Picture, legend_handles, pictures
+from byzpg.experiments.paper import Experiment
+from byzpg.experiments.report.wording import seeds_of, whole
+from byzpg.experiments.results import Result
+from byzpg.experiments.summaries import WINDOW
+
+
+def figure(experiment: Experiment, runs: Mapping[str, Result], anchor: str) -> str:
+    """All panels of an experiment, with one key; ids in them begin with what the anchor gives."""
+    drawn = pictures(experiment, runs)
+    shape = "wide" if experiment.kind == "heatmap" else "pair" if len(drawn) in (1, 2, 4) else ""
+    panels = []
+    for number, picture in enumerate(drawn):
+        svg = _svg(picture, f"{anchor}-{number}")
+        panels.append(
+            f"<div class='panel'><p class='name'>{escape(picture.title)}</p><div class='canvas'>{svg}</div></div>"
+        )
+    return (
+        f"<figure aria-label='{escape(experiment.title)}'>{_key(experiment)}<div class='panels {shape}'>"
+        f"{''.join(panels)}</div><figcaption>{escape(_caption(experiment, runs))}</figcaption></figure>"
+    )
+
+
+def _key(experiment: Experiment) -> str:
+    items = []
+    for label, line in legend_handles(experiment).items():
+        dashes = " stroke-dasharray='5 3'" if line.is_dashed() else ""
+        stroke = _themed(f"stroke: {line.get_color()}")
+        path = f"<path d='M0 4H26' style='{stroke}' stroke-width='2.4'{dashes}/>"
+        items.append(f"<li><svg viewBox='0 0 26 8' aria-hidden='true'>{path}</svg>{escape(label)}</li>")
+    return f"<ul class='key'>{''.join(items)}</ul>" if items else ""
+
+
+def _caption(experiment: Experiment, runs: Mapping[str, Result]) -> str:
+    seeds = seeds_of(experiment, runs)
+    match experiment.kind:
+        case "curves":
+            text = f"Training return of honest agents: mean and one standard deviation over {seeds}."
+            if any(panel.published for panel in experiment.panels):
+                text += " Dashed, in the same colour: the published mean."
+            for panel in experiment.panels:
+                for cell in panel.cells:
+                    lowest = float(np.min(np.mean(runs[cell.run].returns, axis=0)))
+                    if panel.task in RETURN_RANGES and lowest < RETURN_RANGES[panel.task][0]:
+                        text += f" {panel.title}: {cell.label} leaves the axes, down to {whole(lowest)}."
+            return text
+        case "reach":
+            return f"Median over {seeds} and its 95 % bootstrap interval, returns averaged over {WINDOW} trajectories."
+        case "tolerance":
+            return f"Interquartile mean over {seeds} of the last tenth of training, with 95 % bootstrap intervals."
+        case "heatmap":
+            return f"Means over {seeds}. A dash: the rule does not weigh agents."
+        case "agreement":
+            return (
+                f"Interquartile means over {seeds} with 95 % bootstrap intervals: the diameter over the whole run, the "
+                "return over its last tenth. Without rounds (κ = 0) there is no diameter after them."
+            )
+
+
+def _themed(text: str) -> str:
+    """Colours of the figures as variables of the page, so that they follow its theme."""
+    tones = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"}
+    for colour, variable in (tones | {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)}).items():
+        text = re.sub(colour, variable, text, flags=re.IGNORECASE)
+    return text
+
+
+def _svg(picture: Picture, salt: str) -> str:
+    """A picture as an element of the page: without what repeats or clashes there, and with short numbers."""
+    buffer = BytesIO()
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10.5}):
+        picture.alone().savefig(buffer, format="svg", facecolor="none")
+    svg = buffer.getvalue().decode()
+    svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    used = set(re.findall(r"#(\w+)[\")]", svg))
+    svg = re.sub(r' id="([\w.]+)"', lambda found: found[0] if found[1] in used else "", svg)
+    svg = re.sub(r"-?\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", svg)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--sans)", svg)
+    svg = re.sub(r"\s*\n\s*", " ", svg)
+    start = svg.index("<svg")
+    box = re.search(r'viewBox="[^"]+"', svg)
+    assert box
+    opening = f"<svg {box[0]} role='img' aria-label='{escape(picture.description)}'>"
+    return _themed(opening + svg[svg.index(">", start) + 1 :])

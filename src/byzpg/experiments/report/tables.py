@@ -1,0 +1,239 @@
+"""The tables of the page."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import inf, isfinite
+
+import numpy as np
+
+from byzpg.config import Config, Settings
+from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Cell, Experiment, Panel
+from byzpg.experiments.report.wording import (
+    count,
+    heading,
+    seeds_of,
+    share,
+    short_name,
+    small,
+    spread,
+    whole,
+    with_interval,
+)
+from byzpg.experiments.results import Result
+from byzpg.experiments.summaries import (
+    LEVELS,
+    Comparison,
+    estimate,
+    final_returns,
+    improvement,
+    mean_reaches,
+    plain_rival,
+    reach_estimate,
+    returns_at,
+    run_means,
+)
+from byzpg.federation.algorithms import ALGORITHMS
+
+PLACES = {"reach": "K", "tolerance": "attackers", "agreement": "κ"}
+LONG_TABLE = 16  # rows; longer ones open on demand
+# What may differ between presets, and those of them that do nothing where all batches are large.
+OPTIONS = {
+    "optimizer": "optimizer",
+    "step_size": "step size η",
+    "large_batch": "large batch N",
+    "small_batch": "small batch B",
+    "switch_probability": "probability p of a large batch",
+    "estimator": "estimator",
+    "importance": "importance weights",
+    "gate": "gate β",
+    "memory": "memory",
+    "coin": "coin",
+    "activation": "activation",
+    "output_tanh": "Tanh on the outputs",
+    "initialization": "first parameters",
+    "aggregator": "aggregator",
+    "agreement": "agreement",
+    "rounds": "rounds κ",
+    "output": "output",
+}
+OF_SMALL_BATCHES = ("small_batch", "importance", "gate", "memory", "coin")
+
+Rivals = Mapping[tuple[Panel, Cell], Cell | None]
+
+
+def _table(caption: str, head: Sequence[str], groups: Mapping[str, Sequence[str]], foot: Sequence[str] = ()) -> str:
+    """A table in a box of its own that scrolls: groups of rows, each under its heading if it has one."""
+    titles = "".join(f"<th scope='col'>{escape(title)}</th>" for title in head)
+    bodies = []
+    for group, rows in groups.items():
+        start = f"<tr><th colspan='{len(head)}' scope='rowgroup'>{group}</th></tr>" if group else ""
+        bodies.append(f"<tbody>{start}{''.join(rows)}</tbody>")
+    end = f"<tfoot>{''.join(foot)}</tfoot>" if foot else ""
+    return (
+        f"<div class='scroll' tabindex='0'><table><caption><span>{escape(caption)}</span></caption>"
+        f"<thead><tr>{titles}</tr></thead>{''.join(bodies)}{end}</table></div>"
+    )
+
+
+def _row(*cells: str) -> str:
+    """A row of ready HTML; its first cell is its heading."""
+    return f"<tr><th scope='row'>{cells[0]}</th>{''.join(f'<td>{cell}</td>' for cell in cells[1:])}</tr>"
+
+
+def options_table(found: Sequence[Comparison]) -> str:
+    """Where the preset departs from the paper's table, by task."""
+    robust: dict[str, Settings] = {}
+    for each in found:
+        if ALGORITHMS[each.result.settings.algorithm].robust:
+            robust.setdefault(each.panel.task, each.result.settings)
+    rows: dict[str, dict[str, tuple[str, str]]] = {}
+    for task, ours in robust.items():
+        paper = Config(env=task, algorithm=ours.algorithm, preset="paper").resolved().as_data()
+        for option, value in ours.as_data().items():
+            idle = ours.switch_probability == 1 and option in OF_SMALL_BATCHES
+            if option in OPTIONS and value != paper[option] and not idle:
+                rows.setdefault(option, {})[task] = f"{paper[option]}", f"{value}"
+    if not rows:
+        return ""
+    head = ["Option", *(f"{task}, {who}" for task in robust for who in ("paper", "here"))]
+    body = []
+    for option, name in OPTIONS.items():
+        if option in rows:
+            pairs = [rows[option].get(task, ("", "as there")) for task in robust]
+            body.append(_row(escape(name), *(escape(value.removesuffix("()")) for pair in pairs for value in pair)))
+    caption = "Where these options depart from the paper's table."
+    if any(settings.switch_probability == 1 for settings in robust.values()):
+        caption += " With p = 1 all batches are large, and the PAGE correction never acts."
+    return _table(caption, head, {"": body})
+
+
+def published_tables(found: Sequence[Comparison], anchors: Mapping[str, str]) -> str:
+    """Every published curve against ours, a table per task; figures link to the anchors of their experiments."""
+    tables = []
+    reach = (
+        f"CartPole: trajectories per agent until the mean curve is at {LEVELS[CARTPOLE]:g}. Published curves are known "
+        "at every 250th trajectory; a range means that another line hides the curve in between."
+    )
+    end = "LunarLander: return at 8,000 trajectories per agent, ours with the standard deviation over seeds."
+    for task, caption, cells, columns in (
+        (CARTPOLE, reach, _reach_cells, ["Published", "Ours", "Ours, median over seeds [95 %]", "Ours is"]),
+        (LUNARLANDER, end, _end_cells, ["Published", "Ours", "Difference"]),
+    ):
+        groups: dict[str, list[str]] = {}
+        for each in found:
+            if each.panel.task == task:
+                link = f"<a href='#{anchors[each.experiment.name]}'>{escape(short_name(each.experiment))}</a>"
+                group = link if each.panel.title in caption else f"{link}, {escape(each.panel.title)}"
+                groups.setdefault(group, []).append(_row(escape(each.cell.label), *cells(each)))
+        tables += [_table(caption, ["Method", *columns], groups)] if groups else []
+    return "".join(tables)
+
+
+def _reach_cells(each: Comparison) -> list[str]:
+    (low, high), ours = each.published_reach(), mean_reaches(each.result, LEVELS[each.panel.task])
+    hidden = high - low > 250
+    theirs = f"{low:,.0f}–{high:,.0f}" if hidden and high < inf else count(high)
+    if ours == high == inf:
+        verdict = "never there either"
+    elif ours == inf or high == inf:
+        verdict = "never there" if ours == inf else "there alone"
+    else:
+        ratio = low / ours  # the least it can be: published curves are known at every 250th trajectory
+        verdict = f"{ratio:.1f}× sooner" if ratio >= 1 else f"{1 / ratio:.1f}× later"
+    verdict += "; ends lower" * each.ends_lower() + "; ends higher" * each.withstands_more()
+    return [theirs, count(ours), with_interval(reach_estimate(each.result), count), _verdict(each, verdict)]
+
+
+def _end_cells(each: Comparison) -> list[str]:
+    theirs, ours = each.published_end(), returns_at(each.result, each.end)
+    if not isfinite(theirs):
+        return ["out of sight", spread(ours), _verdict(each, "ends higher" if each.withstands_more() else "")]
+    gap = round(float(np.mean(ours)) - theirs)
+    return [whole(theirs), spread(ours), _verdict(each, "+" * (gap > 0) + whole(gap))]
+
+
+def _verdict(each: Comparison, text: str) -> str:
+    return f"<span class='{'good' if each.matches() else 'bad'}'>{escape(text)}</span>"
+
+
+def numbers_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
+    """An experiment in numbers."""
+    return _rules_table(experiment, runs) if experiment.kind == "heatmap" else _runs_table(experiment, runs)
+
+
+def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
+    """A row per run, and where a method was attacked in several panels, one of all of them."""
+    cells = [(panel, cell) for panel in experiment.panels for cell in panel.cells]
+    tasks = {panel.task for panel in experiment.panels}
+    placed, levels = experiment.kind in PLACES, tasks <= set(LEVELS)
+    diameters = experiment.kind == "agreement"
+    rivals = {(panel, cell): plain_rival(cell, panel, runs) for panel, cell in cells}
+    head = ["Method", *([PLACES[experiment.kind]] if placed else []), "Return at the end", "IQM [95 %]"]
+    head += ["Diameter after"] * diameters
+    head += [f"Until {' or '.join(f'{LEVELS[task]:g}' for task in sorted(tasks))} [95 %]"] * levels
+    head += ["Beats plain averaging [95 %]"] * any(rivals.values())
+    groups: dict[str, list[str]] = {}
+    for (panel, cell), rival in rivals.items():
+        shared = experiment.kind == "curves" and sum(other.run == cell.run for _, other in cells) > 1
+        result, final = runs[cell.run], final_returns(runs[cell.run])
+        row = [escape(cell.label), *([f"{cell.at}"] if placed else [])]
+        row += [spread(final), with_interval(estimate(final), whole)]
+        if diameters:
+            means = run_means(result, "diameter_after")
+            row.append("–" if means is None else small(float(np.mean(means))))
+        if levels:
+            row.append(with_interval(reach_estimate(result), count))
+        if any(rivals.values()):
+            row.append(with_interval(improvement(final, final_returns(runs[rival.run])), share) if rival else "")
+        group = groups.setdefault("All panels" if shared else escape(panel.title), [])
+        if _row(*row) not in group:  # a run that several panels share
+            group.append(_row(*row))
+    attacked = [] if placed else [group for group in _attacked(rivals).values() if len(group) > 1]
+    foot = [_pooled_row(group, rivals, runs, levels) for group in attacked]
+    table = _table(f"{heading(experiment)}, {seeds_of(experiment, runs)}.", head, groups, foot)
+    length = sum(map(len, groups.values()))
+    if length > LONG_TABLE:
+        return f"<details><summary>All numbers, {length} rows</summary>{table}</details>"
+    return table
+
+
+def _attacked(rivals: Rivals) -> dict[str, list[tuple[Panel, Cell]]]:
+    """By label, the cells that have a rival."""
+    groups: dict[str, list[tuple[Panel, Cell]]] = {}
+    for (panel, cell), rival in rivals.items():
+        if rival:
+            groups.setdefault(cell.label, []).append((panel, cell))
+    return groups
+
+
+def _pooled_row(group: Sequence[tuple[Panel, Cell]], rivals: Rivals, runs: Mapping[str, Result], levels: bool) -> str:
+    """A method under several attacks, the attacks being strata."""
+    ours = [final_returns(runs[cell.run]) for _, cell in group]
+    theirs = [final_returns(runs[rival.run]) for each in group if (rival := rivals[each])]
+    row = [f"{escape(group[0][1].label)}, all attacks", spread(np.concatenate(ours))]
+    row += [with_interval(estimate(ours), whole)] + [""] * levels
+    return _row(*row, with_interval(improvement(ours, theirs), share))
+
+
+def _rules_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
+    """A row per rule, over all attacks."""
+    head = ["Rule", "Return at the end", "IQM [95 %]", "Worst attack", "its return", "Beats Mean [95 %]"]
+    (panel,) = experiment.panels
+    finals = {cell: final_returns(runs[cell.run]) for cell in panel.cells}
+    rows = []
+    for label in dict.fromkeys(cell.label for cell in panel.cells):
+        ours = [cell for cell in panel.cells if cell.label == label]
+        pairs = [(cell, rival) for cell in ours if (rival := plain_rival(cell, panel, runs))]
+        worst = min(ours, key=lambda cell: float(np.mean(finals[cell])))
+        all_ours = [finals[cell] for cell in ours]
+        wins = (
+            improvement([finals[cell] for cell, _ in pairs], [finals[rival] for _, rival in pairs]) if pairs else None
+        )
+        row = [escape(label), spread(np.concatenate(all_ours)), with_interval(estimate(all_ours), whole)]
+        row += [escape(str(worst.at)), whole(float(np.mean(finals[worst])))]
+        rows.append(_row(*row, with_interval(wins, share) if wins else ""))
+    return _table(
+        f"{heading(experiment)}, all attacks together, {seeds_of(experiment, runs)}.",
+        head,
+        {"": rows},
+    )

@@ -1,0 +1,323 @@
+"""Grids of runs from a file: every combination of options is a cell, and a cell is one run, alone on one device.
+
+Who trains the cells is up to `Workers`, of which `engines` has some. What a cell computes does not depend on them.
+"""
+
+import csv
+import json
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from io import StringIO
+from itertools import pairwise, product
+from math import inf, nan
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from byzpg._files import write_atomically
+from byzpg.config import Config, Settings
+from byzpg.experiments.paper import run_name
+from byzpg.experiments.results import Result
+from byzpg.experiments.summaries import final_returns, run_means
+from byzpg.robust.components import Component
+from byzpg.runs import Run, RunDirectory
+
+# How long to wait for workers before looking up: whoever watches may want to stop.
+LOOK_UP_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid."""
+
+    name: str  # of its directory
+    settings: Settings
+
+    @property
+    def program(self) -> Any:
+        """Cells with the same run the same compiled program."""
+        return self.settings.federation(), self.settings.num_seeds
+
+    @property
+    def group(self) -> Settings:
+        """What cells that differ in the seed only have in common."""
+        return replace(self.settings, seed=0)
+
+    def option(self, name: str) -> Any:
+        """An option's value, as short as it can be written."""
+        value = getattr(self.settings, name)
+        return str(value).removesuffix("()") if isinstance(value, Component) else value
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The cells of a grid, each once."""
+
+    options: tuple[str, ...]  # those that vary
+    cells: tuple[Cell, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> "Sweep":
+        """A grid from a .toml file: options of all cells, and a table [grid], or several [[grid]], of lists of them."""
+        try:
+            values = tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"grid {path} cannot be read: {error}") from None
+        return cls.of(values, str(path))
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], source: str) -> "Sweep":
+        """A grid from plain data. Every cell is resolved and checked; equal ones are one."""
+        shared = {option: value for option, value in values.items() if option != "grid"}
+        Config.of(shared, source)
+        given: Any = values.get("grid")
+        tables: list[Any] = given if isinstance(given, list) and given else [given]
+        for table in tables:
+            _check_table(table, shared, source)
+        cells: dict[str, Cell] = {}
+        for table in tables:
+            for combination in product(*table.values()):
+                chosen = dict(zip(table, combination, strict=True))
+                try:
+                    settings = Config.of(shared | chosen, source).resolved()
+                except ValueError as error:
+                    which = ", ".join(f"{option} = {value!r}" for option, value in chosen.items())
+                    raise ValueError(f"{source}, cell {which}: {error}") from None
+                cell = cells.setdefault(run_name(settings), Cell(run_name(settings), settings))
+                if cell.settings != settings:
+                    raise ValueError(f"{source}: two cells have the name {cell.name}: put one into another grid.")
+        sweep = cls(tuple(dict.fromkeys(option for table in tables for option in table)), tuple(cells.values()))
+        for group in sweep.groups:
+            _check_seeds(group, source)
+        return sweep
+
+    @property
+    def groups(self) -> list[list[Cell]]:
+        """The cells, those together that differ in the seed only."""
+        found: dict[Settings, list[Cell]] = {}
+        for cell in self.cells:
+            found.setdefault(cell.group, []).append(cell)
+        return list(found.values())
+
+    @property
+    def telling(self) -> list[str]:
+        """The options that tell groups apart."""
+        return [
+            option
+            for option in self.options
+            if option != "seed" and len({str(cell.option(option)) for cell in self.cells}) > 1
+        ]
+
+
+def _check_table(table: object, shared: Mapping[str, Any], source: str) -> None:
+    if not isinstance(table, dict) or not table:
+        raise ValueError(f"{source} needs a table [grid] of options and lists of their values: seed = [0, 1, 2].")
+    Config.of(table, f"{source}, [grid]")
+    for option, choices in table.items():
+        if not isinstance(choices, list) or not choices:
+            raise ValueError(f"{source}, [grid]: {option} must be a list of at least one value, got {choices!r}.")
+        if option in shared:
+            raise ValueError(f"{source}: {option} is in [grid] and also an option of all cells: leave one out.")
+        twice = [text for text, number in Counter(map(repr, choices)).items() if number > 1]
+        if twice:
+            raise ValueError(f"{source}, [grid]: {option} has {twice[0]} more than once: leave the others out.")
+
+
+def _check_seeds(group: Sequence[Cell], source: str) -> None:
+    """Seeds of one group must be others in each cell: a mean over them counts each once."""
+    ordered = sorted(cell.settings.seed for cell in group)
+    size = group[0].settings.num_seeds
+    for one, other in pairwise(ordered):
+        if other < one + size:
+            raise ValueError(
+                f"{source}: cells with seed = {one} and seed = {other} overlap, as each has num_seeds = {size} seeds "
+                "from there on: set num_seeds = 1, or seeds further apart."
+            )
+
+
+# Which cells are done
+
+
+def is_done(cell: Cell, folder: Path) -> bool:
+    """Whether the cell's run is there and complete. What is there and is not what it should be is an error."""
+    path = folder / cell.name
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return False
+    try:
+        kept = RunDirectory.open(path)
+        if kept.settings() != cell.settings:
+            raise ValueError("its config.json is not the one that its name stands for.")
+        return kept.complete and _fits(kept.read_results())
+    except ValueError as error:
+        raise ValueError(f"{path} is broken: {error} Remove it, and the cell is trained anew.") from None
+
+
+def _fits(run: Run) -> bool:
+    shape = (run.settings.num_seeds, len(run.trajectories))
+    if any(values.shape != shape for values in run.metrics.values()) or "return_mean" not in run.metrics:
+        raise ValueError("its results have other shapes than its config.json says.")
+    return True
+
+
+# Who trains, and in which order
+
+
+@dataclass(frozen=True)
+class Event:
+    """What became of a cell: how much of it is trained, or how that ended."""
+
+    cell: Cell
+    kind: Literal["training", "finished", "failed", "lost"]  # lost: its worker died
+    share: float = 0.0
+    reason: str = ""
+
+
+class Workers(Protocol):
+    """Who trains cells, each worker one at a time. A finished cell is in its run's directory."""
+
+    def idle(self) -> list[int]:
+        """The workers that wait for a cell, by number."""
+        ...
+
+    def submit(self, worker: int, cell: Cell) -> None: ...
+
+    def wait(self, seconds: float) -> Event | None:
+        """The next event, or None if there is none for so long."""
+        ...
+
+    def close(self) -> None:
+        """End all of them, whatever they are at."""
+        ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a sweep is."""
+
+    finished: int  # cells, of those that were to do
+    failed: int  # for good
+    total: int
+    running: int
+    done: float  # share of all the work, all cells being alike
+    seconds: float
+    news: str = ""  # what went wrong just now
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnProgress) -> dict[str, str]:
+    """Train all cells; gives back those that failed once more than `retries` times, and why.
+
+    A worker goes on with cells of the program it has compiled, as long as there are some.
+    """
+    started = time.monotonic()
+    waiting, running = list(cells), dict[str, float]()
+    attempts, failed, finished = Counter[str](), dict[str, str](), 0
+    latest: dict[int, Any] = {}  # the program of each worker
+
+    def report(news: str = "") -> None:
+        over = finished + len(failed)
+        done = (over + sum(running.values())) / max(1, len(cells))
+        on_progress(Progress(finished, len(failed), len(cells), len(running), done, time.monotonic() - started, news))
+
+    while waiting or running:
+        for worker in workers.idle():
+            if waiting:
+                cell = _next(waiting, latest.get(worker), set(latest.values()))
+                waiting.remove(cell)
+                latest[worker] = cell.program
+                attempts[cell.name] += 1
+                running[cell.name] = 0.0
+                workers.submit(worker, cell)
+        event = workers.wait(LOOK_UP_SECONDS)
+        news = ""
+        if event is not None:
+            name = event.cell.name
+            if event.kind == "training":
+                running[name] = event.share
+            else:
+                del running[name]
+            if event.kind == "finished":
+                finished += 1
+            if event.kind in ("failed", "lost"):
+                again = attempts[name] <= retries
+                if again:
+                    waiting.append(event.cell)  # last: what else there is may be done before it goes wrong again
+                else:
+                    failed[name] = event.reason
+                verb = "failed" if event.kind == "failed" else "lost its worker"
+                then = "to be tried again" if again else "given up"
+                news = f"{name} {verb} (attempt {attempts[name]} of {retries + 1}, {then}): {event.reason}"
+        report(news)
+    return failed
+
+
+def _next(waiting: Sequence[Cell], own: Any, taken: Set[Any]) -> Cell:
+    """A cell of the program `own` if there is one; else of one that no worker has; else of the fullest."""
+    number = Counter(cell.program for cell in waiting)
+    free = [program for program in number if program not in taken]
+    chosen = own if own in number else free[0] if free else number.most_common(1)[0][0]
+    return next(cell for cell in waiting if cell.program == chosen)
+
+
+# What came of it
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Cells in numbers; a group's seeds are those of all its cells."""
+
+    cells: tuple[Cell, ...]
+    trajectories: int  # per agent, of the cell that has most
+    final_returns: np.ndarray  # [seed], the mean of the last tenth
+    best: float  # of a cell, its mean return over seeds where that is highest; the mean over cells
+    weight: float  # of the attackers, mean over the run and the seeds; NaN: no attackers, or none known
+    diverged: tuple[int, ...]  # seeds
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell], runs: Sequence[Run]) -> "Outcome":
+        results = [Result.of(run) for run in runs]
+        curves = [result.returns.mean(axis=0, dtype=float) for result in results]
+        bests = [np.max(curve, initial=-inf, where=np.isfinite(curve)) for curve in curves]
+        weights = [run_means(result, "byzantine_weight") for result in results]
+        known = [each for each in weights if each is not None]
+        return cls(
+            tuple(cells),
+            max(int(run.trajectories[-1]) for run in runs),
+            np.concatenate([final_returns(result) for result in results]),
+            float(np.mean(bests)),
+            float(np.nanmean(known)) if known and cells[0].settings.num_attackers else nan,
+            tuple(seed for run in runs for seed in run.diverged),
+        )
+
+
+def outcomes(groups: Iterable[Sequence[Cell]], folder: Path) -> list[Outcome]:
+    """What came of the finished cells of each group; groups that have none are left out."""
+    found = []
+    for group in groups:
+        done = [cell for cell in group if RunDirectory(folder / cell.name).complete]
+        if done:
+            found.append(Outcome.of(done, [RunDirectory(folder / cell.name).read_results() for cell in done]))
+    return found
+
+
+def write_table(sweep: Sweep, folder: Path, path: Path) -> None:
+    """A line per finished cell: its run, the options that vary, and its numbers. No attackers: no weight."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    numbers = ("trajectories", "last_tenth", "last_tenth_deviation", "best", "weight_of_attackers", "diverged")
+    writer.writerow(["run", *sweep.options, *numbers])
+    for outcome in outcomes([[cell] for cell in sweep.cells], folder):
+        cell = outcome.cells[0]
+        chosen = [cell.option(option) for option in sweep.options]
+        late = outcome.final_returns
+        about = (float(np.mean(late)), float(np.std(late)), outcome.best, outcome.weight)
+        shown = ["" if np.isnan(number) else repr(number) for number in about]
+        listed = [json.dumps(value) if isinstance(value, tuple) else value for value in chosen]
+        writer.writerow([cell.name, *listed, outcome.trajectories, *shown, " ".join(map(str, outcome.diverged))])
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))

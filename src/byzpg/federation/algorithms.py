@@ -1,0 +1,194 @@
+"""The agent as a pure state machine, and the five algorithms as arrangements of such agents.
+
+An agent's iteration is: `play` episodes of its own; `estimate` a gradient from them; send it; `advance` along what it
+made of the gradients it received; send the parameters; `settle` on what it made of the parameters it received. Nothing
+here sends anything: a simulator moves messages by indexing, a live peer over a network.
+
+Every function takes a batch of agents, arrays leading with [agent]; a live peer's batch is one.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from byzpg.envs import Task
+from byzpg.federation.schedule import Conventions
+from byzpg.learning.gradients import Estimator, Health, ImportanceWeights, corrected_gradient, gradient
+from byzpg.learning.host_rollouts import play
+from byzpg.learning.policies import Policy
+from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
+from byzpg.robust.attacks import Attack, ByzantineSet
+from byzpg.robust.components import Component
+from byzpg.robust.rules import Rule
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AgentState:
+    """All that an agent carries from one iteration to the next."""
+
+    parameters: Array  # θ_t [agent, d]
+    previous: Array  # θ_{t−1} [agent, d], see `Agent.memory`
+    direction: Array  # v̂_{t−1} [agent, d]
+    optimizer: optax.OptState  # local to each agent, leaves [agent, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled:
+    """What an agent's episodes were like."""
+
+    returns: Array  # [agent, episode], undiscounted
+    lengths: Array  # [agent, episode]
+    health: Health  # of the importance weights
+
+
+@dataclass(frozen=True)
+class Agent(Component):
+    """How one agent plays, estimates and moves: everything of the method that is not a message."""
+
+    env: Task
+    policy: Policy
+    horizon: int  # H
+    discount: float  # γ
+    large_batch: int  # N
+    small_batch: int  # B
+    estimator: Estimator
+    importance: ImportanceWeights
+    gate: float | Literal["health"]  # β of the PAGE correction
+    optimizer: Literal["adam", "sgd"]
+    step_size: float  # η
+    conventions: Conventions
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What the agents of one simulation must have in common: all that decides episodes and θ_0."""
+        return self.env, self.policy, self.horizon, self.large_batch, self.small_batch, self.conventions
+
+    @property
+    def _transform(self) -> optax.GradientTransformation:
+        return {"adam": optax.adam, "sgd": optax.sgd}[self.optimizer](self.step_size)
+
+    def initial(self, parameters: Array) -> AgentState:
+        """The state of agents that start from parameters [agent, d]."""
+        return AgentState(
+            parameters, parameters, jnp.zeros_like(parameters), jax.vmap(self._transform.init)(parameters)
+        )
+
+    def play(self, parameters: Array, keys: Array, large: bool, attackers: PlayAttacks = ()) -> Episodes:
+        """A batch of episodes with parameters [agent, d] and fresh keys [agent]; `attackers` poison theirs."""
+        return play(
+            self.env,
+            self.policy,
+            parameters,
+            keys,
+            num_episodes=self.large_batch if large else self.small_batch,
+            horizon=self.horizon,
+            attackers=attackers,
+        )
+
+    def estimate(self, state: AgentState, episodes: Episodes, large: bool) -> tuple[Array, Sampled]:
+        """Estimate the gradient ṽ_t [agent, d] from the agents' episodes.
+
+        Large: ṽ = (1/N) Σ g(τ_i|θ_t). Small: the PAGE correction of v̂_{t−1} by B episodes.
+        """
+        clock = Clock(self.horizon)
+        if large:
+            estimate = gradient(self.policy, state.parameters, episodes, self.estimator, self.discount, clock)
+            health = Health.perfect(len(state.parameters))
+        else:
+            estimate, health = corrected_gradient(
+                self.policy,
+                state.parameters,
+                state.previous,
+                state.direction,
+                episodes,
+                self.estimator,
+                self.importance,
+                self.gate,
+                self.discount,
+                clock,
+            )
+        return estimate, Sampled(episodes.returns, episodes.lengths, health)
+
+    def advance(self, state: AgentState, own: Array, aggregated: Array) -> AgentState:
+        """θ̃_{t+1} = θ_t + η v_t, or Adam's step along v_t; `own` is the agent's ṽ_t.
+
+        What the agent remembers for its next small batch is up to the conventions; in the paper, θ_t and v_t.
+        """
+
+        def of_agent(optimizer: optax.OptState, parameters: Array, aggregated: Array) -> tuple[Array, optax.OptState]:
+            updates, optimizer = self._transform.update(-aggregated, optimizer)  # optax descends
+            return parameters + jnp.asarray(updates), optimizer
+
+        moved, optimizer = jax.vmap(of_agent)(state.optimizer, state.parameters, aggregated)
+        previous, direction = self.conventions.remembered(
+            before=state.parameters, moved=moved, own=own, aggregated=aggregated
+        )
+        return AgentState(moved, previous, direction, optimizer)
+
+    def settle(self, before: Array, state: AgentState, agreed: Array) -> AgentState:
+        """Take over the agreed parameters θ_{t+1}; `before` is θ_t.
+
+        With plain SGD, v̂_t becomes the realized direction (θ_{t+1} − θ_t)/η; Adam's step is no gradient, so v̂_t = v_t.
+        """
+        state = replace(state, parameters=agreed)
+        if self.optimizer == "sgd" and self.conventions.uses_realized_direction:
+            state = replace(state, direction=(agreed - before) / self.step_size)
+        return state
+
+
+@dataclass(frozen=True)
+class Federation:
+    """K agents, who of them lies and how, and what the others do about it."""
+
+    agent: Agent
+    centralized: bool
+    num_agents: int
+    num_attackers: int  # who really attack
+    num_byzantine: int  # f, Byzantine agents that the rules tolerate
+    aggregator: Rule
+    agreement: Rule | None  # of the parameters; None: no agreement
+    rounds: int  # κ of agreement
+    attack: Attack
+    byzantine_set: ByzantineSet
+
+    @property
+    def agrees(self) -> bool:
+        """A lone agent has nobody to agree with."""
+        return self.agreement is not None and self.rounds > 0 and self.num_agents > 1
+
+    @property
+    def num_holders(self) -> int:
+        """How many hold parameters: every agent, or the one server."""
+        return 1 if self.centralized else self.num_agents
+
+    def num_players(self, large: bool) -> int:
+        """How many play: every agent, or, of small batches, the one server."""
+        return self.num_agents if large else self.num_holders
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Who samples, and what is combined where."""
+
+    summary: str
+    centralized: bool  # a trusted server holds θ; workers sample its large batches, it samples small ones alone
+    robust: bool  # gradients are combined by a robust rule, not their mean
+    agrees: bool  # parameters are combined by averaging agreement
+    single: bool = False
+
+
+ALGORITHMS = {
+    "PAGE-PG": Algorithm("one agent alone (Gargiani et al. 2022)", False, False, False, single=True),
+    "Fed-PAGE-PG": Algorithm("a trusted server averages the workers' gradients", True, False, False),
+    "ByzPG": Algorithm("a trusted server aggregates the workers' gradients robustly (Alg. 1)", True, True, False),
+    "Dec-PAGE-PG": Algorithm("every agent averages the gradients of all", False, False, False),
+    "DecByzPG": Algorithm(
+        "every agent aggregates robustly, then all agree on parameters, with no server (Alg. 2)", False, True, True
+    ),
+}

@@ -1,0 +1,215 @@
+"""Policies π_θ(a|s): multilayer perceptrons over one flat float32 vector θ [d].
+
+`unflatten` turns θ into weights once; everything else takes the weights, so that a rollout's loop does not slice θ anew
+at every step. Functions are written for one θ and observations [..., features]; callers `vmap` over agents.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate, pairwise
+from math import log, pi, prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.scipy.special import ndtri
+
+from byzpg.envs.spaces import Discrete, Space
+from byzpg.robust.components import Component, check_choice, check_count, check_finite
+
+ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "elu": jax.nn.elu, "silu": jax.nn.silu}
+
+Numbers = tuple[Array, ...]  # one array per number
+Weights = tuple[tuple[Array, ...], ...]  # per layer: matrix [in, out], bias [out]; a Gaussian's last entry: (log_std,)
+
+
+@dataclass(frozen=True)
+class Policy(Component):
+    """A multilayer perceptron and what its outputs mean."""
+
+    observation_size: int
+    hidden: tuple[int, ...] = (16, 16)
+    activation: str = "relu"
+    output_tanh: bool = False  # the paper's: bounds the outputs to ±1, and with them the action probabilities
+
+    def __post_init__(self) -> None:
+        for size in self.hidden:
+            check_count(self, hidden=size)
+        check_choice(self, "activation", self.activation, tuple(ACTIVATIONS))
+
+    @property
+    @abstractmethod
+    def num_outputs(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def noise_size(self) -> int:
+        """Uniform draws that one action takes."""
+
+    @property
+    def layer_sizes(self) -> tuple[int, ...]:
+        return self.observation_size, *self.hidden, self.num_outputs
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [shape for inputs, outputs in pairwise(self.layer_sizes) for shape in ((inputs, outputs), (outputs,))]
+
+    @property
+    def dimension(self) -> int:
+        """The length d of θ."""
+        return sum(prod(shape) for shape in self._shapes)
+
+    def initial(self, key: Array) -> Array:
+        """θ_0 [d]: weights and biases uniform in ±1/√(a layer's inputs)."""
+        bounds = []
+        for inputs, outputs in pairwise(self.layer_sizes):
+            bounds += (inputs + 1) * outputs * [inputs**-0.5]
+        return jax.random.uniform(key, (len(bounds),), minval=-1) * jnp.asarray(bounds)
+
+    def unflatten(self, parameters: Array) -> Weights:
+        """The weights [in, out] and biases [out] that lie in θ [d] one after the other."""
+        parts, start = [], 0
+        for shape in self._shapes:
+            parts.append(parameters[start : start + prod(shape)].reshape(shape))
+            start += prod(shape)
+        return tuple(zip(parts[::2], parts[1::2], strict=True))
+
+    def outputs(self, weights: Weights, observations: Array) -> Array:
+        """The network's outputs [..., num_outputs] at observations [..., features]."""
+        layers = weights[: len(self.hidden) + 1]
+        values = observations
+        for index, (matrix, bias) in enumerate(layers):
+            values = jnp.dot(values, matrix, precision=jax.lax.Precision.HIGHEST) + bias
+            if index < len(self.hidden):
+                values = ACTIVATIONS[self.activation](values)
+        return jnp.tanh(values) if self.output_tanh else values
+
+    def draw(self, weights: Weights, outputs: Array, noise: Array) -> Array:
+        """The action that uniform draws `noise` [..., noise_size] make of the network's outputs."""
+        return self.choose(weights, outputs, self.deviates(noise))
+
+    def deviates(self, noise: Array) -> Array:
+        """What chance contributes to an action, whatever the policy says: made of uniform draws [..., noise_size]."""
+        return noise
+
+    def choose(self, weights: Weights, outputs: Array, deviates: Array) -> Array:
+        """The action that `deviates` make of the network's outputs."""
+        numbers = [tuple(array[..., i] for i in range(array.shape[-1])) for array in (outputs, deviates)]
+        return self.actions(self.choose_numbers(weights, *numbers))
+
+    @abstractmethod
+    def choose_numbers(self, weights: Any, outputs: Numbers, deviates: Numbers) -> Numbers:
+        """`choose`, elementwise: everything as one array per number."""
+
+    @abstractmethod
+    def actions(self, numbers: Numbers) -> Array:
+        """Actions as one array, from one array per number."""
+
+    @abstractmethod
+    def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
+        """log π(a|s) [...], given the network's outputs at s."""
+
+    @abstractmethod
+    def mode(self, weights: Weights, outputs: Array) -> Array:
+        """The most likely action."""
+
+
+@dataclass(frozen=True)
+class CategoricalMLP(Policy):
+    """A finite number of actions: π(a|s) = softmax of the outputs."""
+
+    num_actions: int = 2
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_actions
+
+    @property
+    def noise_size(self) -> int:
+        return 1
+
+    def choose_numbers(self, weights: Any, outputs: Numbers, deviates: Numbers) -> Numbers:
+        # The inverse of the distribution function: how many of its steps the draw has passed.
+        largest = reduce(jnp.maximum, outputs)
+        steps = list(accumulate(jnp.exp(score - largest) for score in outputs))
+        height = deviates[0] * steps[-1]
+        passed = ((step <= height).astype(jnp.int32) for step in steps[:-1])
+        return (sum(passed, start=jnp.zeros(height.shape, jnp.int32)),)
+
+    def actions(self, numbers: Numbers) -> Array:
+        return numbers[0]
+
+    def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
+        # A sum over a mask instead of a gather: its gradient is a product, not a scatter.
+        chosen = jnp.arange(self.num_actions) == actions[..., None]
+        return jnp.sum(jnp.where(chosen, outputs, 0), axis=-1) - jax.nn.logsumexp(outputs, axis=-1)
+
+    def mode(self, weights: Weights, outputs: Array) -> Array:
+        return jnp.argmax(outputs, axis=-1).astype(jnp.int32)
+
+
+@dataclass(frozen=True)
+class GaussianMLP(Policy):
+    """Continuous actions: independent normals around the outputs, with log standard deviations that are part of θ."""
+
+    action_size: int = 1
+    initial_log_std: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_finite(self, initial_log_std=self.initial_log_std)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.action_size
+
+    @property
+    def noise_size(self) -> int:
+        return self.action_size
+
+    @property
+    def dimension(self) -> int:
+        return super().dimension + self.action_size
+
+    def initial(self, key: Array) -> Array:
+        return self.with_log_std(super().initial(key))
+
+    def with_log_std(self, network: Array) -> Array:
+        """θ_0 [d] from the network's part of it."""
+        return jnp.append(network, jnp.full(self.action_size, self.initial_log_std))
+
+    def unflatten(self, parameters: Array) -> Weights:
+        return (*super().unflatten(parameters), (parameters[-self.action_size :],))
+
+    def deviates(self, noise: Array) -> Array:
+        # uniform draws reach 0, where the normal's inverse is −∞
+        return ndtri(jnp.maximum(noise, 2.0**-24))
+
+    def choose_numbers(self, weights: Any, outputs: Numbers, deviates: Numbers) -> Numbers:
+        pairs = enumerate(zip(outputs, deviates, strict=True))
+        return tuple(mean + jnp.exp(weights[-1][0][i]) * deviate for i, (mean, deviate) in pairs)
+
+    def actions(self, numbers: Numbers) -> Array:
+        return jnp.stack(numbers, axis=-1)
+
+    def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
+        log_std = weights[-1][0]
+        standardised = (actions - outputs) * jnp.exp(-log_std)
+        return -jnp.sum(0.5 * jnp.square(standardised) + log_std + 0.5 * log(2 * pi), axis=-1)
+
+    def mode(self, weights: Weights, outputs: Array) -> Array:
+        return outputs
+
+
+def policy_for(kind: str, observation_size: int, action_space: Space, **network: Any) -> Policy:
+    """The policy of that kind ("auto": the one that fits) for a task, with the options of `Policy` in `network`."""
+    fitting = "categorical" if isinstance(action_space, Discrete) else "gaussian"
+    if kind not in ("auto", "categorical", "gaussian"):
+        raise ValueError(f"policy must be auto, categorical or gaussian; got {kind!r}.")
+    if kind not in ("auto", fitting):
+        raise ValueError(f"policy = {kind} does not fit {action_space}: use policy = {fitting} (or auto).")
+    if isinstance(action_space, Discrete):
+        return CategoricalMLP(observation_size, num_actions=action_space.num_actions, **network)
+    return GaussianMLP(observation_size, action_size=action_space.size, **network)

@@ -1,0 +1,165 @@
+"""What a rule withstands: measured constants over many random honest clouds, next to the bounds that are proven.
+
+For an aggregator, the paper's Definition 1: E‖F(x) − x̄_H‖² ≤ C_ra · α · 1/(h(h − 1)) Σ_{i,l∈H} ‖x_i − x_l‖², where H
+are the h = K − f honest agents and α = f/K. For an agreement rule, per round: the honest diameter shrinks to at most
+`contraction` of what it was, and the honest mean moves by at most C_avg of it.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from byzpg.robust.aggregators import Aggregator
+from byzpg.robust.agreement import Agreement
+from byzpg.robust.attacks import Knowledge, MessageAttack
+from byzpg.robust.exchange import exchange
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The worst constants found, and the bounds known. Not a proof: worse clouds and attacks may exist."""
+
+    rule: Aggregator | Agreement
+    attack: MessageAttack
+    num_agents: int
+    num_byzantine: int
+    dimension: int
+    trials: int
+    seed: int
+    measured: dict[str, float]  # "C_ra", or "contraction" and "C_avg"
+    bounds: dict[str, float | None]
+
+    def __str__(self) -> str:
+        parts = []
+        for name, value in self.measured.items():
+            bound = self.bounds[name]
+            known = "no bound known" if bound is None else f"bound {bound:.4g}"
+            parts.append(f"{name} {value:.4g} ({known})")
+        return (
+            f"{self.rule} under {self.attack}, K = {self.num_agents}, f = {self.num_byzantine}, worst of "
+            f"{self.trials} clouds: {', '.join(parts)}"
+        )
+
+
+@partial(jax.jit, static_argnames=("trials", "num_agents", "dimension"))
+def honest_clouds(key: Array, trials: int, num_agents: int, dimension: int) -> Array:
+    """Vectors [trials, K, d] of four kinds in turn: Gaussian, heavy-tailed, two clusters, spread along one axis.
+
+    Each has a mean of random size, since some attacks and rules depend on where the origin is.
+    """
+    normal, tail, axis, size, mean = (jax.random.fold_in(key, purpose) for purpose in range(5))
+    shape = (trials, num_agents, dimension)
+    noise = jax.random.normal(normal, shape)
+    heavy = jax.random.t(tail, 2.5, shape)
+    line = jax.random.normal(axis, (trials, 1, dimension))
+    sides = jnp.where(jnp.arange(num_agents)[:, None] % 2, 1.0, -1.0)
+    kinds = jnp.stack([noise, heavy, 0.1 * noise + sides * line, 0.1 * noise + noise[:, :, :1] * line])
+    clouds = kinds[jnp.arange(trials) % 4, jnp.arange(trials)]
+    sizes = 10 ** jax.random.uniform(size, (trials, 1, 1), minval=-1, maxval=1)
+    return clouds + sizes * jax.random.normal(mean, (trials, 1, dimension))
+
+
+def certificate(
+    rule: Aggregator | Agreement,
+    attack: MessageAttack,
+    *,
+    num_agents: int = 13,
+    num_byzantine: int = 3,
+    dimension: int = 50,
+    trials: int = 256,
+    seed: int = 0,
+) -> Certificate:
+    """Measure `rule` under `attack` on `trials` random clouds; print the result to read it."""
+    rule.check(num_agents, num_byzantine)
+    if not isinstance(attack, MessageAttack):
+        raise TypeError(f"A certificate needs an attack on messages such as AvgZero(), got {attack}.")
+    if num_byzantine < 1 or num_agents - num_byzantine < 2:
+        raise ValueError("A certificate needs at least one Byzantine agent and two honest ones.")
+    if trials < 1 or dimension < 1:
+        raise ValueError(f"trials and dimension must be positive, got {trials} and {dimension}.")
+    key = jax.random.key(seed)
+    clouds = honest_clouds(key, trials, num_agents, dimension)
+    keys = jax.random.split(jax.random.fold_in(key, 5), trials)
+    if isinstance(rule, Aggregator):
+        received = _received(attack, clouds, keys, num_byzantine, rule if attack.uses_rule else None)
+        ratios = _aggregation_ratios(rule, received, keys, num_byzantine)
+        fraction = num_byzantine / num_agents
+        num_honest = num_agents - num_byzantine
+        kappa = rule.robustness_bound(num_agents, num_byzantine)
+        # 1/(h(h − 1)) Σ ‖x_i − x_l‖² is 2h/(h − 1) times the variance that kappa is relative to.
+        bound = None if kappa is None else kappa * (num_honest - 1) / (2 * num_honest) / fraction
+        measured = {"C_ra": float(jnp.max(ratios)) / fraction}
+        bounds = {"C_ra": bound}
+    else:
+        # Agreement exchanges parameters, whatever messages the attack is meant for.
+        attack = replace(attack, target="parameters")
+        contraction, drift = _agreement_ratios(rule, attack, clouds, keys, num_byzantine)
+        measured = {"contraction": float(jnp.max(contraction)), "C_avg": float(jnp.max(drift))}
+        bounds = {
+            "contraction": rule.contraction(num_agents, num_byzantine),
+            "C_avg": rule.drift(num_agents, num_byzantine),
+        }
+    return Certificate(rule, attack, num_agents, num_byzantine, dimension, trials, seed, measured, bounds)
+
+
+def _attackers(num_agents: int, num_byzantine: int) -> Array:
+    return jnp.arange(num_agents - num_byzantine, num_agents)
+
+
+@partial(jax.jit, static_argnames=("attack", "num_byzantine", "rule"))
+def _received(attack: MessageAttack, clouds: Array, keys: Array, num_byzantine: int, rule: Aggregator | None) -> Array:
+    """What the last honest agent holds [trials, K, d]. Attacks are compiled apart from rules: fewer programs."""
+    attackers = _attackers(clouds.shape[1], num_byzantine)
+
+    def attacked(vectors: Array, key: Array) -> Array:
+        knowledge = Knowledge(vectors, attackers, jnp.asarray(0), key, rule, num_byzantine)
+        return vectors.at[attackers].set(attack.lie(knowledge, attackers[:1] - 1)[0])
+
+    return lax.map(lambda both: attacked(*both), (clouds, keys))
+
+
+@partial(jax.jit, static_argnames=("rule", "num_byzantine"))
+def _aggregation_ratios(rule: Aggregator, received: Array, keys: Array, num_byzantine: int) -> Array:
+    """‖F(x) − x̄_H‖² over the honest pairwise variance, [trials]."""
+    # One cloud after the other: vmap would double the time to compile and save little.
+    results = lax.map(lambda both: rule(both[0], num_byzantine=num_byzantine, key=both[1]), (received, keys))
+    honest = received[:, : received.shape[1] - num_byzantine]
+    mean = jnp.mean(honest, axis=1)
+    variance = 2 * jnp.sum(jnp.square(honest - mean[:, None]), axis=(1, 2)) / (honest.shape[1] - 1)
+    return jnp.sum(jnp.square(results - mean), axis=1) / variance
+
+
+@partial(jax.jit, static_argnames=("rule", "attack", "num_byzantine"))
+def _agreement_ratios(
+    rule: Agreement, attack: MessageAttack, clouds: Array, keys: Array, num_byzantine: int
+) -> tuple[Array, Array]:
+    """Diameter after over before, and movement of the mean over diameter before, [trials] each."""
+    num_agents = clouds.shape[1]
+    num_honest = num_agents - num_byzantine
+
+    def one_round(vectors: Array, key: Array) -> tuple[Array, Array]:
+        agreed, _ = exchange(
+            rule,
+            vectors,
+            byzantine=_attackers(num_agents, num_byzantine),
+            attack=attack,
+            num_byzantine=num_byzantine,
+            phase="parameters",
+            key=key,
+        )
+        before, after = vectors[:num_honest], agreed[:num_honest]
+        moved = jnp.mean(after, axis=0) - jnp.mean(before, axis=0)
+        if rule.per_coordinate:
+            spread = jnp.ptp(before, axis=0)
+            return jnp.max(jnp.ptp(after, axis=0) / spread), jnp.max(jnp.abs(moved) / spread)
+        spread = _greatest_distance(before)
+        return _greatest_distance(after) / spread, jnp.linalg.norm(moved) / spread
+
+    return lax.map(lambda both: one_round(*both), (clouds, keys))
+
+
+def _greatest_distance(rows: Array) -> Array:
+    return jnp.sqrt(jnp.max(jnp.sum(jnp.square(rows[:, None] - rows[None, :]), axis=-1)))

@@ -1,0 +1,301 @@
+"""One round of messages: K honest vectors and an attack become what each receiver holds; then a rule is applied there.
+
+Rows that all receivers hold alike are multiplied once. Only what attackers sent to one receiver alone is multiplied for
+that receiver, for a group of receivers at a time, so that all K × b × d such messages never exist at once.
+
+A receiver's own row is always its own true vector, also at Byzantine agents: they send false messages to others, and
+keep honest state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import Tracer
+
+from byzpg.robust.attacks import Attack, Knowledge
+from byzpg.robust.components import Vectors, check_num_byzantine, check_vectors
+from byzpg.robust.geometry import Cloud, SharedRows, dot, is_sound, squared_distances
+from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors
+
+# Bytes of false messages and Gram matrices held at once; a group of receivers is as large as this allows.
+GROUP_BYTES = 2**30
+
+Phase = Literal["gradients", "parameters"]
+
+
+# The random numbers of a round. Members of a real federation use the same addresses, and so draw the same numbers.
+
+
+def attack_key(round_key: Array) -> Array:
+    """The key of all attackers in a round."""
+    return jax.random.fold_in(round_key, 0)
+
+
+def rule_key(round_key: Array, receiver: Array | int) -> Array:
+    """The key of the rule at one receiver in a round; the server's index is K."""
+    return jax.random.fold_in(jax.random.fold_in(round_key, 1), receiver)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How rows are divided among the devices along one axis of a mesh: in equal parts, in their order."""
+
+    num_devices: int = 1
+    axis_name: str = "agent"
+
+    def part(self, tree: Any, axis: int = 0) -> Any:
+        """This device's part of leaves that all devices hold; the last row is repeated where there are too few."""
+        if self.num_devices == 1:
+            return tree
+
+        def of(leaf: Array) -> Array:
+            number = leaf.shape[axis]
+            size = -(-number // self.num_devices)
+            mine = lax.axis_index(self.axis_name) * size + jnp.arange(size)
+            return jnp.take(leaf, jnp.minimum(mine, number - 1), axis=axis)
+
+        return jax.tree.map(of, tree)
+
+    def whole(self, tree: Any, number: int, axis: int = 0) -> Any:
+        """The inverse of `part`: all `number` rows, on every device."""
+        if self.num_devices == 1:
+            return tree
+
+        def of(leaf: Array) -> Array:
+            joined = lax.all_gather(leaf, self.axis_name, axis=axis, tiled=True)
+            return lax.slice_in_dim(joined, 0, number, axis=axis)
+
+        return jax.tree.map(of, tree)
+
+
+ONE_DEVICE = Shards()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Diagnostics:
+    """What one round did to the honest agents. Receivers are the agents, or the one server."""
+
+    error: Array  # [receiver] ‖F(x) − honest mean‖²
+    honest_variance: Array  # 1/(h(h − 1)) Σ_{i,l honest} ‖x_i − x_l‖²; error/variance is C_ra · α
+    diameter_before: Array  # honest diameter
+    diameter_after: Array  # diameter of the honest receivers' results
+    weights: Array | None  # [receiver, sender]; None for rules that are not weighted means
+
+
+def exchange(
+    rule: Rule,
+    vectors: Vectors,
+    *,
+    byzantine: Vectors | Sequence[int],
+    attack: Attack,
+    num_byzantine: int,
+    phase: Phase = "gradients",
+    iteration: int | Array = 0,
+    key: Array | None = None,
+    at_server: bool = False,
+    diagnose: bool = False,
+    shards: Shards = ONE_DEVICE,
+) -> tuple[Array, Diagnostics | None]:
+    """Apply `rule` at every agent to what it receives while some agents attack.
+
+    Args:
+        rule: The aggregation or agreement rule that every receiver applies.
+        vectors: [K, d], what each agent sends if it is honest.
+        byzantine: Indices [b] of the agents that attack.
+        attack: What these agents send instead.
+        num_byzantine: f, the number of Byzantine agents the rule tolerates.
+        phase: What the messages carry, "gradients" or "parameters".
+        iteration: The iteration of training, for attacks that depend on it.
+        key: Random key of this round; needed by randomised rules and attacks.
+        at_server: Whether one trusted server is the only receiver.
+        diagnose: Whether to measure errors, diameters and weights.
+        shards: How receivers are divided among the devices of a mesh, all of which hold `vectors` and get the results.
+
+    Returns:
+        The results [K, d], or [d] at a server, and the diagnostics (None unless asked for).
+
+    Raises:
+        ValueError: If the rule does not tolerate `num_byzantine`, or an argument is out of range.
+    """
+    vectors = check_vectors("vectors", vectors)
+    rule.check(len(vectors), check_num_byzantine(num_byzantine))
+    byzantine = _check_byzantine(byzantine, len(vectors))
+    if at_server and rule.needs_own:
+        raise ValueError(f"{rule} is for agents, which have a vector of their own; a server has none.")
+    if phase not in ("gradients", "parameters"):
+        raise ValueError(f"phase must be 'gradients' or 'parameters', got {phase!r}.")
+    if key is None:
+        if rule.needs_key or attack.needs_key:
+            raise ValueError(f"{rule} under {attack} draws random numbers: pass key=jax.random.key(seed).")
+        key = jax.random.key(0)
+    setting = _Setting(rule, attack, num_byzantine, phase, at_server, diagnose, shards)
+    with clear_search_errors():
+        exchanged = _exchange(setting, vectors, byzantine, jnp.asarray(iteration), key)
+        if not isinstance(exchanged[0], Tracer):
+            jax.block_until_ready(exchanged)
+    return exchanged
+
+
+def _check_byzantine(byzantine: Vectors | Sequence[int], num_agents: int) -> Array:
+    indices = jnp.asarray(byzantine)
+    if indices.size == 0:
+        indices = indices.astype(int)
+    if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"byzantine must be a list of agents' indices, got {indices.dtype} of shape {indices.shape}.")
+    if len(indices) >= num_agents:
+        raise ValueError(f"byzantine must be fewer than K = {num_agents} agents, got {len(indices)}.")
+    if not isinstance(indices, Tracer):
+        listed = indices.tolist()
+        if len(set(listed)) < len(listed) or not all(0 <= agent < num_agents for agent in listed):
+            raise ValueError(f"byzantine must be different agents of 0 to {num_agents - 1}, got {listed}.")
+    return indices
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """All that shapes the program of a round; static under jit."""
+
+    rule: Rule
+    attack: Attack
+    num_byzantine: int
+    phase: Phase
+    at_server: bool
+    diagnose: bool
+    shards: Shards
+
+
+@partial(jax.jit, static_argnames="setting")
+def _exchange(
+    setting: _Setting, vectors: Array, byzantine: Array, iteration: Array, key: Array
+) -> tuple[Array, Diagnostics | None]:
+    knowledge = Knowledge(vectors, byzantine, iteration, attack_key(key), setting.rule, setting.num_byzantine)
+    messages = _Messages.sent(setting, knowledge)
+    receivers, stands_for = _receivers(setting, messages)
+    at_group = partial(_at_group, setting, messages, key)
+    here = _in_groups(at_group, setting.shards.part(receivers), messages.bytes_per_receiver(setting.rule))
+    results, weights = setting.shards.whole(here, len(receivers))
+    if stands_for is not None:
+        results = results[stands_for]
+        weights = None if weights is None else weights[stands_for]
+    diagnostics = _diagnostics(setting, knowledge, results, weights) if setting.diagnose else None
+    return (results[0] if setting.at_server else results), diagnostics
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """What was sent: true vectors and, where attackers tell everyone the same, their messages, as shared rows."""
+
+    knowledge: Knowledge
+    shared: SharedRows
+    place_of_lie: Array  # [K], the row of the message that a Byzantine agent sends instead of its vector
+    equivocal: bool  # attackers send different messages to different receivers
+
+    @classmethod
+    def sent(cls, setting: _Setting, knowledge: Knowledge) -> "_Messages":
+        vectors, byzantine, num_agents = knowledge.vectors, knowledge.byzantine, knowledge.num_agents
+        num_attackers, attack = len(byzantine), setting.attack
+        agents = jnp.arange(num_agents)
+        shared_rows, shared_usable = vectors, is_sound(vectors)
+        honest = knowledge.honest
+        first = honest[jnp.argmax(shared_usable[honest])]
+        equivocal = num_attackers > 0 and _num_answers(attack, setting.phase, knowledge, agents) > 1
+        if not equivocal:
+            lies = attack.messages(setting.phase, knowledge, agents[:1])[0] if num_attackers else vectors[:0]
+            shared_rows = jnp.concatenate([vectors, lies])
+            shared_usable = jnp.append(shared_usable, is_sound(lies))
+        majority = num_agents - setting.num_byzantine
+        shared = SharedRows.around(shared_rows, shared_usable, first, majority, candidates=num_agents)
+        place_of_lie = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(num_attackers))
+        return cls(knowledge, shared, place_of_lie, equivocal)
+
+    def to_each(self, setting: _Setting, receivers: Array) -> Array:
+        """The messages that only one receiver holds [receiver, Byzantine sender, d]."""
+        if self.equivocal:
+            return setting.attack.messages(setting.phase, self.knowledge, receivers)
+        vectors = self.knowledge.vectors
+        return jnp.zeros((len(receivers), 0, vectors.shape[1]), vectors.dtype)
+
+    def held_by(self, receiver: Array, private: Array, own: Array | None) -> Cloud:
+        """What one receiver holds: the truth of honest agents and its own, and of the others what they sent."""
+        agents = jnp.arange(self.knowledge.num_agents)
+        truthful = self.knowledge.is_honest | (agents == receiver)
+        place = jnp.where(truthful, agents, self.place_of_lie)
+        return Cloud.of(self.shared, private, is_sound(private), place, own)
+
+    def bytes_per_receiver(self, rule: Rule) -> int:
+        num_agents, num_attackers = self.knowledge.num_agents, len(self.knowledge.byzantine)
+        rows = 2 * num_attackers * self.equivocal + 2 + (0 if rule.has_weights else 2 * num_agents)
+        # A cloud's mixing, its Gram matrix and the distances, each held twice.
+        matrices = 6 * (num_agents + num_attackers) ** 2
+        return 4 * (rows * self.knowledge.vectors.shape[1] + matrices)
+
+
+def _num_answers(attack: Attack, phase: Phase, knowledge: Knowledge, receivers: Array) -> int:
+    """How many different sets of messages the attack has for these receivers: one, or one for each."""
+    return jax.eval_shape(lambda asked: attack.messages(phase, knowledge, asked), receivers).shape[0]
+
+
+def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | None]:
+    """Where the rule has to be applied and, if that is not at every agent, the index [K] of who stands for whom."""
+    knowledge = messages.knowledge
+    num_agents, num_attackers = knowledge.num_agents, len(knowledge.byzantine)
+    if setting.at_server:
+        return jnp.asarray([num_agents]), None
+    if messages.equivocal or setting.rule.differs_by_receiver:
+        return jnp.arange(num_agents), None
+    # All honest receivers hold the same rows, so one stands for them; each attacker also knows its own true vector.
+    stands_for = jnp.zeros(num_agents, int).at[knowledge.byzantine].set(1 + jnp.arange(num_attackers))
+    return jnp.append(knowledge.honest[:1], knowledge.byzantine), stands_for
+
+
+def _at_group(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
+    """Results [receiver, d] and, if diagnosed, weights [receiver, K] of a group of receivers."""
+    rule = setting.rule
+
+    def at_receiver(receiver: Array, private: Array) -> tuple[Array, Array | None]:
+        applied = apply_at_receiver(
+            rule,
+            messages.held_by(receiver, private, own=None if setting.at_server else receiver),
+            num_byzantine=setting.num_byzantine,
+            key=rule_key(key, receiver),
+            with_weights=setting.diagnose and rule.has_weights,
+        )
+        return applied.result, applied.weights
+
+    return jax.vmap(at_receiver)(receivers, messages.to_each(setting, receivers))
+
+
+def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weights: Array | None) -> Diagnostics:
+    honest, around_mean = knowledge.honest, knowledge.honest_around_mean()
+    square = jnp.sum(jnp.square(around_mean))
+    after = jnp.asarray(0.0) if setting.at_server else _diameter(results[honest] - results[honest[0]])
+    return Diagnostics(
+        error=jnp.sum(jnp.square(results - knowledge.mean()), axis=1),
+        honest_variance=2 * square / max(1, len(around_mean) - 1),
+        diameter_before=_diameter(around_mean),
+        diameter_after=after,
+        weights=weights,
+    )
+
+
+def _diameter(rows: Array) -> Array:
+    return jnp.sqrt(jnp.max(squared_distances(dot(rows, rows.T))))
+
+
+def _in_groups(function, receivers: Array, bytes_per_receiver: int):
+    """function(receivers), a group at a time, the groups as equal and as few as memory allows."""
+    num_receivers = len(receivers)
+    num_groups = -(-num_receivers * bytes_per_receiver // GROUP_BYTES)
+    group = -(-num_receivers // max(1, min(num_groups, num_receivers)))
+    num_groups = -(-num_receivers // group)
+    if num_groups == 1:
+        return function(receivers)
+    padded = jnp.pad(receivers, (0, num_groups * group - num_receivers), mode="edge")
+    outputs = lax.map(function, padded.reshape(num_groups, group))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:num_receivers], outputs)

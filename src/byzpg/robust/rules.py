@@ -1,0 +1,174 @@
+"""What all aggregation and agreement rules share: the `Rule` interface, and the one way to apply a rule at a receiver.
+
+`apply_at_receiver` is that one way. `apply_rule` (a call from Python), `exchange` (the simulator) and the members of a
+real federation all end there, so they agree on which rows count and when a result is defined.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from byzpg.robust.components import Component, Vectors, check_num_byzantine, check_vectors
+from byzpg.robust.geometry import Cloud
+from byzpg.robust.least_diameter import SearchLimitError
+
+
+class Rule(Component, ABC):
+    """A rule that turns the K vectors one receiver holds into one vector."""
+
+    bound: ClassVar[str] = "f < K/2"  # shown when it is broken
+    needs_key: ClassVar[bool] = False  # randomised rules
+    needs_own: ClassVar[bool] = False  # defined only for a receiver that has a row of its own
+    # Two receivers of the same rows may get different results.
+    differs_by_receiver: ClassVar[bool] = False
+
+    def max_byzantine(self, num_agents: int) -> int:
+        """The largest number of Byzantine agents the rule tolerates among `num_agents`."""
+        return (num_agents - 1) // 2
+
+    def check(self, num_agents: int, num_byzantine: int) -> None:
+        """Raise ValueError, naming the bound and the largest f allowed, if the rule does not tolerate f of K."""
+        if num_agents < 1:
+            raise ValueError(f"{self}: the number of agents must be at least 1, got {num_agents}.")
+        if num_byzantine < 0:
+            raise ValueError(f"{self}: num_byzantine must not be negative, got {num_byzantine}.")
+        largest = self.max_byzantine(num_agents)
+        if num_byzantine > largest:
+            fix = f"use num_byzantine ≤ {largest}" if largest >= 0 else "use more agents"
+            raise ValueError(f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: {fix}.")
+
+    @abstractmethod
+    def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
+        """The rule itself, on the points of one receiver's cloud."""
+
+    def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
+        """Affine coefficients [n + 1] of the points (the last one the origin), for rules that have them."""
+        raise NotImplementedError
+
+    @property
+    def has_weights(self) -> bool:
+        return type(self).coefficients is not Rule.coefficients
+
+
+class WeightedRule(Rule):
+    """A rule whose result is a combination of the points, found from the Gram matrix alone."""
+
+    @abstractmethod
+    def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array: ...
+
+    def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
+        return cloud.combine(self.coefficients(cloud, num_byzantine, key))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Applied:
+    """The outcome of a rule at one receiver."""
+
+    result: Array  # [d]; NaN where it is undefined, because nothing can be raised inside jit
+    weights: Array | None  # [K], of each sender; None if they were not asked for
+    num_usable: Array  # rows that are present and sound
+    defined: Array  # bool: at least K − f rows are usable, and the receiver's own where the rule needs it
+
+
+def apply_at_receiver(
+    rule: Rule, cloud: Cloud, *, num_byzantine: int, key: Array | None, with_weights: bool = False
+) -> Applied:
+    """Apply `rule` to what one receiver holds."""
+    weights = None
+    if with_weights:
+        coefficients = rule.coefficients(cloud, num_byzantine, key)
+        result, weights = cloud.combine(coefficients), coefficients[:-1]
+    else:
+        result = rule.combine(cloud, num_byzantine, key)
+    num_usable = jnp.sum(cloud.usable)
+    defined = num_usable >= cloud.num_points - num_byzantine
+    if rule.needs_own:
+        assert cloud.own is not None
+        defined &= cloud.usable[cloud.own]
+    result, weights = jax.tree.map(lambda leaf: jnp.where(defined, leaf, jnp.nan), (result, weights))
+    return Applied(result, weights, num_usable, defined)
+
+
+def apply_rule(
+    rule: Rule,
+    received: Vectors,
+    *,
+    num_byzantine: int,
+    present: Vectors | None,
+    key: Array | None,
+    own: int | Array | None = None,
+    with_weights: bool = False,
+) -> Applied:
+    """Check the input, apply the rule to the rows [K, d], and raise an error where the result is undefined.
+
+    Under jit or vmap, values are not known yet: there, an undefined result is NaN.
+    """
+    rows = check_vectors("received", received)
+    rule.check(len(rows), check_num_byzantine(num_byzantine))
+    if rule.needs_key and key is None:
+        raise ValueError(f"{rule} is randomised: pass key=jax.random.key(seed).")
+    if with_weights and not rule.has_weights:
+        raise TypeError(f"{rule} is not a weighted mean of the received vectors, so it has no weights.")
+    mask = None
+    if present is not None:
+        mask = jnp.asarray(present)
+        if mask.dtype != bool or mask.shape != rows.shape[:1]:
+            raise ValueError(f"present must be one bool per row, [{len(rows)}]; got {mask.dtype} {list(mask.shape)}.")
+    own_row = None
+    if own is not None:
+        own_row = jnp.asarray(own)
+        if own_row.ndim or not jnp.issubdtype(own_row.dtype, jnp.integer):
+            raise TypeError(f"own must be the index of the receiver's own row, got {own!r}.")
+        if not isinstance(own_row, Tracer) and not 0 <= int(own_row) < len(rows):
+            raise ValueError(f"own must be the index of a row, 0 to {len(rows) - 1}; got {own}.")
+    with clear_search_errors():
+        applied = _apply(rule, rows, mask, own_row, key, num_byzantine=num_byzantine, with_weights=with_weights)
+        if isinstance(applied.defined, Tracer):
+            return applied
+        jax.block_until_ready(applied)
+    if int(applied.num_usable) < len(rows) - num_byzantine:
+        raise ValueError(
+            f"{rule}: only {int(applied.num_usable)} of {len(rows)} vectors are present and finite, but at least "
+            f"K − f = {len(rows) - num_byzantine} are needed with num_byzantine = {num_byzantine}."
+        )
+    if not bool(applied.defined):
+        raise ValueError(f"{rule}: the receiver's own row, {own}, is absent or not finite.")
+    if bool(jnp.any(jnp.isnan(applied.weights if applied.weights is not None else applied.result))):
+        raise ValueError(f"{rule}: the pivot's row is absent or not finite.")
+    return applied
+
+
+@partial(jax.jit, static_argnames=("rule", "num_byzantine", "with_weights"))
+def _apply(
+    rule: Rule,
+    rows: Array,
+    present: Array | None,
+    own: Array | None,
+    key: Array | None,
+    *,
+    num_byzantine: int,
+    with_weights: bool,
+) -> Applied:
+    cloud = Cloud.received(rows, present, len(rows) - num_byzantine, own)
+    return apply_at_receiver(rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=with_weights)
+
+
+@contextmanager
+def clear_search_errors() -> Iterator[None]:
+    """Raise SearchLimitError itself, where XLA has wrapped it."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        _, marker, message = str(error).partition("SearchLimitError: ")
+        if marker:
+            raise SearchLimitError(message.strip().splitlines()[0]) from None
+        raise

@@ -1,0 +1,526 @@
+"""The command line, started as a user starts it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from forking import Forked
+from live_federation import until
+from matplotlib import pyplot
+from PIL import Image, ImageSequence
+
+from byzpg import Config, cli, envs, load
+from byzpg._registry import FAMILIES, summary
+from byzpg.cli.console import console
+from byzpg.envs import host
+from byzpg.experiments import figures
+from byzpg.experiments.results import Results
+from byzpg.federation.algorithms import ALGORITHMS
+from byzpg.runs import Checkpoint, Run, RunDirectory
+
+Here = Callable[..., subprocess.CompletedProcess[str]]
+START = [sys.executable, "-c", "from byzpg.cli import main; main()"]
+OPTIONS = """
+algorithm = "ByzPG"
+aggregator = "RFA"
+num_agents = 5
+num_seeds = 3
+hidden = [4]
+large_batch = 6
+small_batch = 2
+switch_probability = 0.2
+horizon = 20
+trajectories = 9999
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def wide() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "150")
+        patch.setattr(console, "_width", 150)
+        patch.delenv("XDG_RUNTIME_DIR", raising=False)
+        yield
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Runs a command in this process and an empty folder, where Python and its modules are loaded already."""
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["byzpg", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return subprocess.CompletedProcess(sys.argv, code, *capsys.readouterr())
+
+    return run
+
+
+def forked(*arguments: object, folder: Path, **environment: str) -> Forked:
+    """A command in a process of its own; `said` reads what it says."""
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as errors:
+        return Forked(*arguments, stdout=out, stderr=errors, folder=folder, **environment)
+
+
+def said(folder: Path) -> tuple[str, str]:
+    return (folder / "out").read_text(), (folder / "err").read_text()
+
+
+def byzpg(*arguments: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*START, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The folder in which a user has trained, and what the command said; the options come from a file and the line."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "tiny.toml").write_text(OPTIONS)
+    done = byzpg("train", "--config", "tiny.toml", "--trajectories", "60", "--attack", "sign-flip", folder=folder)
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def run(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
+    return trained[0] / "runs" / "CartPole-v1-ByzPG-SignFlip-1"
+
+
+# Training
+
+
+def test_train_trains_compares_and_concludes(trained: tuple[Path, subprocess.CompletedProcess[str]], run: Path) -> None:
+    folder, done = trained
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    where = run.relative_to(folder)
+    for line in (
+        f"ByzPG with RFA on CartPole-v1, 5 agents, 1 of them lying (SignFlip): 3 seeds, preset tuned → {where}",
+        "Fed-PAGE-PG with plain averaging on CartPole-v1, 5 agents, 1 of them lying (SignFlip): 3 seeds, preset tuned",
+        "Return of honest agents: mean ± standard deviation over seeds",
+        f"Picture: {where}/curves.png",
+        f"See it play: byzpg play {where}",
+    ):
+        assert line in done.stdout
+    ours, naive = load(run), load(run / "plain-averaging")
+    total = ours.trajectories[-1]
+    assert re.search(
+        rf"^{total} of {total} trajectories: return \d+; 100% of all after \d+ s$", done.stdout, re.MULTILINE
+    )
+    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│ ") and "never" in line]
+    for result, row in zip((ours, naive), rows, strict=True):
+        late = result.returns[:, result.trajectories > 0.9 * total].mean(axis=1)
+        assert result.settings.algorithm in row[1]
+        assert row[2].strip() == f"{total}"
+        assert row[3].strip() == f"{late.mean():.0f} ± {late.std():.0f}"
+        assert row[6].strip() == f"{np.nanmean(result.metrics['byzantine_weight']):.1%}"
+    with Image.open(run / "curves.png") as picture:
+        assert picture.format == "PNG"
+        assert picture.width > 1000
+
+
+def test_options_on_the_line_come_before_those_in_the_file(run: Path) -> None:
+    ours, naive = load(run), load(run / "plain-averaging")
+    tiny = Config(
+        algorithm="ByzPG",
+        aggregator="RFA",
+        num_agents=5,
+        num_seeds=3,
+        hidden=(4,),
+        large_batch=6,
+        small_batch=2,
+        switch_probability=0.2,
+        horizon=20,
+        trajectories=60,
+        attack="SignFlip",
+    )
+    assert ours.settings == tiny.resolved()
+    assert naive.settings == replace(tiny, algorithm="Fed-PAGE-PG", aggregator=None).resolved()
+    assert ours.complete
+    assert naive.complete
+    assert ours.parameters["last"].shape == (3, 1, 30)  # a server's
+    command = json.loads((run / "provenance.json").read_text())["command"]
+    assert command[1:] == ["train", "--config", "tiny.toml", "--trajectories", "60", "--attack", "sign-flip"]
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    """Even if a block never ends: its first step waits for a file that does not come."""
+    options = ["--env", "host_tasks:patient", "--num-agents", "2", "--num-byzantine", "0", "--num-seeds", "1"]
+    told = {"BYZPG_WAIT": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent.parent)}
+    training = forked("train", "--directory", "run", *options, folder=tmp_path, **told)
+    until(lambda: (tmp_path / "process").exists() or training.poll() is not None, "it is in the midst of a block")
+    training.send_signal(signal.SIGINT)
+    until(lambda: "Stopping after this block" in said(tmp_path)[0], "it says that it will stop")
+    training.send_signal(signal.SIGINT)
+    assert training.wait() == 130
+    assert said(tmp_path)[1] == "Stopped. To go on from here: byzpg resume run\n"
+    assert not (tmp_path / "run" / "checkpoint.npz").exists()
+
+
+def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: Path) -> None:
+    """From the configuration of the run above, so that both can be compared to the bit."""
+    training = forked("train", "--config", run / "config.json", "--directory", "again", folder=tmp_path)
+    first = until(lambda: said(tmp_path)[0], "it has begun")
+    training.send_signal(signal.SIGINT)
+    assert training.wait() == 130, said(tmp_path)
+    assert "ByzPG with RFA on CartPole-v1" in first
+    out, errors = said(tmp_path)
+    assert "Stopping after this block of iterations; Ctrl-C again stops at once." in out
+    assert errors == "Stopped. To go on from here: byzpg resume again\n"
+    stopped = load(tmp_path / "again")
+    assert (stopped.complete, len(stopped.trajectories)) == (False, 8)
+    assert not (tmp_path / "again" / "curves.png").exists()
+
+    assert forked("resume", "again", folder=tmp_path, JAX_LOG_COMPILES="1").wait() == 0, said(tmp_path)
+    out, errors = said(tmp_path)
+    assert "_run_block" in errors  # the control of the test of bad input, which asserts the contrary
+    assert "See it play: byzpg play again" in out
+    assert (tmp_path / "again" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for part in (".", "plain-averaging"):
+        once, twice = load(run / part), load(tmp_path / "again" / part)
+        assert twice.complete
+        assert once.settings == twice.settings
+        for ours, theirs in ((once.metrics, twice.metrics), (once.parameters, twice.parameters)):
+            assert {name: values.tobytes() for name, values in ours.items()} == {
+                name: values.tobytes() for name, values in theirs.items()
+            }
+
+
+def test_the_next_run_gets_the_next_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = Config().resolved()
+    assert cli._free_directory(settings) == Path("runs/CartPole-v1-DecByzPG-AvgZero-1")
+    for _ in range(2):
+        RunDirectory.create(cli._free_directory(settings), settings)
+    assert cli._free_directory(settings) == Path("runs/CartPole-v1-DecByzPG-AvgZero-3")
+    assert cli._free_directory(Config(algorithm="PAGE-PG").resolved()) == Path("runs/CartPole-v1-PAGE-PG-NoAttack-1")
+
+
+# Looking at runs
+
+
+def test_plot_compares_runs(run: Path, tmp_path: Path, here: Here) -> None:
+    done = here("plot", run, run / "plain-averaging", "--output", "both.svg", "--title", "Ours [1]")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Picture: both.svg" in done.stdout
+    assert list(contents(tmp_path)) == ["both.svg"]
+    # Matplotlib draws letters as shapes, and notes the texts in comments.
+    texts = set(re.findall(r"<!-- (.*) -->", (tmp_path / "both.svg").read_text()))
+    assert {"ByzPG with RFA", "Fed-PAGE-PG with plain averaging", "Ours [1]", "trajectories per agent"} <= texts
+    assert any(text.startswith("interquartile mean") for text in texts)
+
+
+def a_run(config: Config) -> Run:
+    trajectories = np.arange(1, 11) * 10
+    metrics = {"return_mean": np.linspace(20, 480, 10) + np.zeros((3, 1)), "byzantine_weight": np.full((3, 10), np.nan)}
+    return Run(config.resolved(), trajectories, trajectories > 0, metrics, {}, 0, True)
+
+
+def test_curves_are_named_after_what_tells_them_apart() -> None:
+    first, second = Path("a"), Path("b")
+    ours, plain = Config(aggregator="RFA"), Config(algorithm="Dec-PAGE-PG")
+
+    def names(one: Config, other: Config) -> list[str]:
+        return [curve.label for curve in cli._curves({first: a_run(one), second: a_run(other)})]
+
+    assert names(ours, plain) == ["DecByzPG with RFA", "Dec-PAGE-PG with plain averaging"]
+    assert names(ours, Config(aggregator="Bucketing(RFA(), size=2)"))[1] == "DecByzPG with Bucketing(RFA(), size=2)"
+    attacked = names(ours, replace(ours, attack="LargeNoise"))
+    assert attacked == ["DecByzPG with RFA, AvgZero", "DecByzPG with RFA, LargeNoise"]
+    assert names(ours, replace(ours, seed=1)) == ["a", "b"]
+    assert names(Config(algorithm="PAGE-PG"), plain)[0] == "PAGE-PG"
+
+
+def test_the_summary_says_when_a_task_is_solved() -> None:
+    short, long = a_run(Config()), a_run(Config())
+    long = replace(long, trajectories=np.arange(1, 11) * 200)  # the mean over 100 trajectories is that of one iteration
+    long.returns[0] = 10.0
+    table = cli._summary({Path("short"): short, Path("long [1]"): long})
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["trajectories"] == ["100", "2,000"]
+    assert columns["solved at"] == ["never", "2,000 (2 of 3)"]
+    assert columns["best"] == ["480", f"{(10 + 480 + 480) / 3:.0f}"]
+    assert columns["weight of attackers"] == ["–", "–"]
+
+
+def gymnasium_returns(run: Run, episodes: int) -> list[float]:
+    """Independently: greedy play from seeds 5, 6, ..."""
+    environment, policy, returns = gymnasium.make("CartPole-v1"), run.policy(1), []
+    for episode in range(episodes):
+        observation, _ = environment.reset(seed=5 + episode)
+        returns.append(0.0)
+        ended = False
+        while not ended:
+            observation, reward, terminated, truncated, _ = environment.step(int(policy.act(observation)))
+            returns[-1] += float(reward)
+            ended = terminated or truncated
+    environment.close()
+    return returns
+
+
+def test_play_shows_the_policy_in_the_real_environment(run: Path, tmp_path: Path, here: Here) -> None:
+    options = ["--episodes", "3", "--seed", "5", "--index", "1", "--output", "play.gif"]
+    done = here("play", run, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    returns = gymnasium_returns(load(run), 3)
+    shown = ", ".join(f"{each:g}" for each in returns)
+    assert f"CartPole-v1, 3 episodes: mean return {np.mean(returns):.1f} ({shown})" in done.stdout
+    with Image.open(tmp_path / "play.gif") as animation:
+        frames = [np.asarray(frame.convert("RGB")).tobytes() for frame in ImageSequence.Iterator(animation)]
+        assert animation.size == (300, 200)
+    assert len(set(frames)) > 3
+    assert len(frames) <= returns[0] / 2 + 1
+
+    sampled = here("play", run, *options, "--sample")
+    assert sampled.returncode == 0, sampled.stdout + sampled.stderr
+    assert shown not in sampled.stdout
+
+
+@pytest.mark.parametrize("missing", ["gymnasium", "pygame"])
+def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "shim").mkdir()
+    (tmp_path / "shim" / f"{missing}.py").write_text(f"raise ImportError('no {missing}')")
+    before = contents(run)
+    first = os.pathsep.join([str(tmp_path / "shim"), os.environ.get("PYTHONPATH", "")])
+    done = byzpg("play", run, "--episodes", "1", folder=tmp_path, PYTHONPATH=first)
+    assert done.returncode == 2
+    assert done.stderr == "error: playing needs Gymnasium and what it draws with: pip install 'byzpg[gymnasium]'.\n"
+    assert contents(run) == before
+
+
+def test_list_names_and_explains_everything(here: Here) -> None:
+    done = here("list")
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = " ".join(done.stdout.split())
+    for name, algorithm in ALGORITHMS.items():
+        assert f"{name} {algorithm.summary}" in words
+    for name, member in [pair for family in (*FAMILIES.values(), envs.ENVIRONMENTS) for pair in family.items()]:
+        assert f"{name} {summary(member)}" in words
+    for kind, text in host.available().items():
+        assert f"{kind} {text}" in words
+
+
+def test_help_is_worth_reading(here: Here) -> None:
+    done = here("train", "--help")
+    assert done.returncode == 0
+    text = " ".join(done.stdout.replace("│", " ").split())
+    for line in (
+        "--num-agents INT Agents K, attackers included. Left out: 13, or 1 for PAGE-PG.",
+        "--preset {tuned,paper,theory,script} What fills in the rest: tuned (learns fastest)",
+        "--attack NAME What attackers do; `byzpg list` shows all attacks. (default: AvgZero)",
+        "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers.",
+    ):
+        assert line in text
+
+
+# Certificates
+
+
+def test_certify_prints_every_rule_and_draws_a_picture(tmp_path: Path, here: Here) -> None:
+    done = here("certify", "--num-agents", "4", "--num-byzantine", "1", "--trials", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("Mean()", "RFA()", "NNM(TrimmedMean())", "Bulyan()"):
+        assert name in done.stdout
+    assert (tmp_path / "byzpg-certificates.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["byzpg-certificates.png"]
+
+
+# Experiments
+
+
+def test_reproduce_draws_keeps_and_reports(tmp_path: Path, here: Here) -> None:
+    line = ("reproduce", "fig1", "--task", "CartPole-v1", "--seeds", "2", "--trajectories", "20")
+    assert forked(*line, folder=tmp_path).wait() == 0, said(tmp_path)
+    out, _ = said(tmp_path)
+    assert "3 runs, preset tuned: 0 done, 3 to do." in out
+    assert re.search(r"100% of all after \d+ s", out)
+    folder = tmp_path / "reproduction"
+    name = "fig1-CartPole-v1-tuned-2-seeds-20-trajectories"
+    assert {path.name for path in folder.iterdir()} == {"runs", name, f"{name}.npz"}
+    pictures = {path.name for path in (folder / name).iterdir()}
+    assert pictures == {"fig1-tuned.png", "fig1-tuned.svg", "fig1-tuned.pdf"}
+    results = Results.load(folder / f"{name}.npz")
+    assert results.provenance["seconds"] > 0
+    assert results.provenance["command"] == "byzpg " + " ".join(line)
+    assert {run.settings.trajectories for run in results.runs.values()} == {20}
+    for path in (folder / "runs").iterdir():
+        assert load(path).complete
+
+    assert forked(*line, folder=tmp_path, JAX_LOG_COMPILES="1").wait() == 0, said(tmp_path)
+    out, errors = said(tmp_path)
+    assert "3 runs, preset tuned: 3 done, 0 to do." in out
+    assert "_run_block" not in errors
+    assert "seconds" not in Results.load(folder / f"{name}.npz").provenance, "those of the training are not known here"
+
+    page = here("report", folder / f"{name}.npz", "--figures", "pictures")
+    assert page.returncode == 0, page.stdout + page.stderr
+    assert "byzpg reproduce fig1" in (tmp_path / "report.html").read_text()
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == pictures
+
+
+# Bad input
+
+BAD: dict[str, list[str]] = {
+    "certify --num-byzantine 0": ["at least one Byzantine agent"],
+    "certify --num-byzantine 13": ["Mean() needs f < K"],
+    "certify --trials 0": ["trials and dimension must be positive"],
+    "certify --output picture.bmp": ["must end in .png, .svg or .pdf"],
+    "certify --agents 5": ["--agents"],
+    "certfy": ["certify"],
+    "reproduce": ["reproduce needs a name", "fig1", "cartpole"],
+    "reproduce fig7": ["no experiment 'fig7'"],
+    "reproduce fig1 --seeds 0": ["--seeds must be at least 1, got 0"],
+    "reproduce fig2 --task LunarLander-v3": ["none of these experiments", "LunarLander-v3"],
+    "report": ["report needs at least one .npz file"],
+    "report nowhere.npz": ["nowhere.npz cannot be read"],
+    "report misspelt.toml": ["misspelt.toml cannot be read as results of `byzpg reproduce`"],
+    "report nowhere.npz --output page.txt": ["must end in .html, got page.txt"],
+    "train --aggregator RFA --num-byzantine 7": [
+        "RFA() needs f < K/2; 7 of 13 agents breaks that: use num_byzantine ≤ 6."
+    ],
+    "train --num-byzantine 4": ["MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3."],
+    "train --algorithm ByzPG --aggregator Krum --num-byzantine 4": ["Krum()", "num_byzantine ≤ 3"],
+    "train --large-batch 50 --small-batch 51": ["small_batch must be at most large_batch = 50, got 51."],
+    "train --switch-probability 0": ["switch_probability must lie in (0, 1], got 0.0."],
+    "train --switch-probability 1.5": ["switch_probability must lie in (0, 1], got 1.5."],
+    "train --env gymnasium:Cartpool-v1": ["Gymnasium has no task 'Cartpool-v1'", "Did you mean 'CartPole-v1'?"],
+    "train --env CartPole": ["there is no environment 'CartPole'", "Did you mean 'CartPole-v1'?"],
+    "train --algorithm DecByz": ["there is no algorithm 'DecByz'", "Did you mean 'DecByzPG'?"],
+    "train --aggregator RFAA": ["there is no aggregator 'RFAA'", "Did you mean 'RFA'?"],
+    "train --agreement MDB": ["there is no agreement 'MDB'", "Did you mean 'MDA'?"],
+    "train --attack AvgZer": ["there is no attack 'AvgZer'", "Did you mean 'AvgZero'?"],
+    "train --policy gaussian": ["policy = gaussian does not fit Discrete(num_actions=2): use policy = categorical"],
+    "train --algorithm Dec-PAGE-PG --aggregator RFA": ["aggregator = RFA has no effect with Dec-PAGE-PG"],
+    "train --num-agents many": ["--num-agents", "'many'"],
+    "train --num-agnts 5": ["--num-agnts"],
+    "train --preset best": ["--preset", "best"],
+    "train --config nowhere.toml": ["configuration nowhere.toml cannot be read"],
+    "train --config misspelt.toml": ["misspelt.toml: there is no option 'num_agnts'. Did you mean 'num_agents'?"],
+    "train --directory started": ["started holds a run already: choose another directory, or `byzpg resume started`."],
+    "train --directory misspelt.toml": ["misspelt.toml is not an empty directory: choose another one."],
+    "train --directory misspelt.toml/run": ["Not a directory"],
+    "resume changed": ["changed/checkpoint.npz belongs to another configuration than the config.json beside it"],
+    "resume nowhere": ["nowhere holds no run: there is no config.json in it."],
+    "resume": ["PATH"],
+    "plot": ["plot needs at least one run's directory."],
+    "plot started": ["started has not reached its first checkpoint: continue it with `byzpg resume started`."],
+    "plot started --output picture.bmp": ["must end in .png, .svg or .pdf"],
+    "play nowhere": ["nowhere holds no run"],
+    "play started --output film.avi": ["--output must end in .gif, got film.avi."],
+    "play started --episodes 0": ["--episodes must be at least 1, got 0."],
+    "play started --seed -1": ["--seed must not be negative", "got -1."],
+}
+# Each line in a process of its own, but Python and its modules are loaded once.
+RUNNER = """
+import json, os, sys
+import gymnasium  # this and the next are what some lines need
+import byzpg.experiments.report
+from byzpg.cli import main
+outcomes = []
+for line in json.loads(sys.argv[1]):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        sys.argv = ["byzpg", *line.split()]
+        try:
+            main()
+        except SystemExit as outcome:
+            os._exit(outcome.code)  # to tidy up would take longer than all the rest
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    outcomes.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said))
+print(json.dumps(outcomes))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code and words of every line, none of which may write anything."""
+    folder = tmp_path_factory.mktemp("bad")
+    settings = Config().resolved()
+    RunDirectory.create(folder / "started", settings)
+    RunDirectory.create(folder / "changed", settings).write_checkpoint(Checkpoint(8, [], {}))
+    shutil.copy(folder / "started" / "config.json", folder / "changed" / "config.json")
+    config = json.loads((folder / "changed" / "config.json").read_text()) | {"seed": 7}
+    (folder / "changed" / "config.json").write_text(json.dumps(config))
+    (folder / "misspelt.toml").write_text("num_agnts = 5")
+    before = contents(folder)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUNNER, json.dumps(list(BAD))],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"JAX_LOG_COMPILES": "1"},
+        check=True,
+    )
+    assert contents(folder) == before
+    return dict(zip(BAD, map(tuple, json.loads(done.stdout)), strict=True))
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_one_error_and_exit_code_2(line: str, outcomes: dict[str, tuple[int, str]]) -> None:
+    code, said = outcomes[line]
+    words = " ".join(said.replace("│", " ").split())
+    assert code == 2, said
+    assert [part for part in BAD[line] if part not in words] == []
+    assert "Traceback" not in said
+    assert "_run_block" not in said  # it comes before the program of a federation is compiled
+
+
+# Pictures
+
+
+def test_a_failed_picture_leaves_nothing_behind(tmp_path: Path) -> None:
+    figure = figures.constants_heatmap({"Mean": {"AvgZero": 1.0}}, "title")
+    with pytest.raises(ValueError, match="not supported"):
+        figures.save(figure, tmp_path / "picture.nonsense")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_legend_is_no_wider_than_its_picture() -> None:
+    curves = [figures.Curve(f"a rather long name of a run {i}", np.arange(1, 4), np.ones((1, 3))) for i in range(5)]
+    for wide in (curves, [replace(curve, returns=np.ones((3, 3))) for curve in curves]):
+        figure = figures.learning_curves(wide, "title")
+        figure.draw_without_rendering()
+        assert figure.legends[0].get_window_extent().width < figure.bbox.width
+        pyplot.close(figure)
+
+
+def test_short_numbers() -> None:
+    assert [figures.short_number(x) for x in (0, 0.004, 0.05, 1.26, 99.4, 256.1, 44580.0)] == [
+        "0",
+        "0",
+        "0.05",
+        "1.3",
+        "99",
+        "256",
+        "4e4",
+    ]

@@ -1,0 +1,139 @@
+"""The commands of the live federation, as a user types them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forking import Forked
+from live_federation import NAMES, free_ports
+
+from byzpg import load
+from byzpg.live.manifest import Manifest
+
+TASK = """
+import gymnasium
+
+def make():
+    return gymnasium.make("CartPole-v1", max_episode_steps=25)
+"""
+
+
+def byzpg(*arguments: str, folder: Path, expect: int = 0) -> str:
+    """What a command prints, in one line of text."""
+    said = folder / "said.txt"
+    with said.open("w") as output:
+        done = Forked(*arguments, stdout=output, folder=folder, COLUMNS="200", PYTHONPATH=str(folder))
+    code, text = done.wait(), " ".join(said.read_text().split())
+    assert code == expect, text
+    return text
+
+
+# Many commands in one process, which starts only once.
+SERVANT = """
+import io, json, sys
+import jax
+from byzpg import cli
+from byzpg.cli.console import console, errors
+answers = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["byzpg", *arguments]
+    console.file = errors.file = said = io.StringIO()
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code
+    answers.append((code, " ".join(said.getvalue().split())))
+    jax.config.update = lambda *_: None  # its first call has done it
+sys.stdout.write(json.dumps(answers))
+"""
+
+
+def in_turn(commands: list[tuple[str, ...]], folder: Path) -> list[tuple[int, str]]:
+    """Exit codes and texts of commands, one after the other."""
+    said, complaints = folder / "answers.json", folder / "complaints"
+    with said.open("w") as answers, complaints.open("w") as errors:
+        line = json.dumps(commands)
+        done = Forked(line, program=SERVANT, stdout=answers, stderr=errors, folder=folder, COLUMNS="200")
+    assert done.wait() == 0, complaints.read_text()
+    return json.loads(said.read_text())
+
+
+def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
+    first, second = free_ports(2)
+    assert "alice.key" in byzpg("keygen", "--name", "alice", "--address", f"127.0.0.1:{first}", folder=tmp_path)
+    assert (tmp_path / "alice.key").stat().st_mode & 0o777 == 0o600
+    cards = ("alice.card", "bob.card")
+    right = [
+        ("keygen", "--name", "bob", "--address", f"127.0.0.1:{second}"),
+        ("federation", "new", *cards, "--trajectories", "50"),
+        ("watch", "federation.toml", "--name", "alice", "--once"),
+    ]
+    elsewhere = ("federation", "new", *cards, "--manifest", "x.toml")
+    wrong = {
+        ("keygen", "--name", "alice", "--address", "127.0.0.1:1"): "never overwritten",
+        ("keygen", "--name", "Alice!", "--address", "127.0.0.1:1"): "a-z",
+        ("federation", "new", cards[0]): "at least 2 members",
+        ("federation", "new", *cards): "is there already",
+        (*elsewhere, "--num-faulty", "1"): "num_faulty ≤ 0",
+        (*elsewhere, "--num-seeds", "2"): "follows from its members",
+        (*elsewhere, "--algorithm", "ByzPG"): "without a server",
+        ("peer", "federation.toml", "--name", "mallory"): "no member of this federation",
+        ("peer", "federation.toml", "--name", "alice", "--key", "bob.key"): "not the key of alice",
+        ("peer", "nowhere.toml", "--name", "alice"): "cannot be read",
+        ("peer", "federation.toml", "--name", "alice", "--listen", "here"): "host:port",
+        ("watch", "federation.toml", "--name", "alice", "--key", "none.key"): "cannot be read",
+        ("evidence", "verify", "federation.toml", "alice.card"): "alice.card",
+        ("federation", "demo", "--attacker", "AvgZero"): "what everybody else sends",
+        ("federation", "demo", "--attacker", "nonsense"): "there is no attack",
+        ("federation", "demo", "--members", "1"): "2 to 13",
+    }
+    done = in_turn([*right, *wrong], tmp_path)
+    assert [code for code, _ in done] == [0] * len(right) + [2] * len(wrong), done
+    manifest = Manifest.load(tmp_path / "federation.toml")
+    assert manifest.digest.hex()[:16] in done[1][1]
+    assert (manifest.num_faulty, manifest.rehearsal) == (0, False)
+    assert manifest.settings().trajectories == 50
+    assert "no answer" in done[2][1]
+    for (command, words), (_, said) in zip(wrong.items(), done[len(right) :], strict=True):
+        assert words in said, (command, said)
+    assert not (tmp_path / "x.toml").exists()
+    assert not (tmp_path / "federation-demo").exists()
+
+
+def test_a_demonstration_with_a_task_of_ones_own_and_a_liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "short_cartpole.py").write_text(TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["--env", "short_cartpole:make", "--large-batch", "3", "--trajectories", "9", "--rounds", "1"]
+    said = byzpg("federation", "demo", "--attacker", "equivocate", *options, folder=tmp_path)
+    assert "erin attacks with equivocate" in said
+    made = tmp_path / "federation-demo"
+    assert (made / "curves.png").stat().st_size > 10_000
+    runs = {name: load(made / name / "run") for name in NAMES[:4]}
+    assert all(run.complete and run.returns.shape == (1, 3) for run in runs.values())
+    assert all((run.returns <= 25).all() for run in runs.values())
+    evidence = sorted((made / "alice" / "evidence").glob("*.json"))
+    forged = tmp_path / "forged.json"
+    values = json.loads(evidence[0].read_text())
+    values["messages"][0]["head"] = values["messages"][0]["head"][:-2] + "00"
+    forged.write_text(json.dumps(values))
+    verify = ("evidence", "verify", str(made / "federation.toml"))
+    (code, proven), (code_if_forged, said) = in_turn([(*verify, str(evidence[0])), (*verify, str(forged))], tmp_path)
+    assert code == 0
+    assert "proven. erin signed two different messages" in proven
+    assert code_if_forged == 2
+    assert "forged" in said
+    events = [json.loads(line) for line in (made / "erin" / "log.jsonl").read_text().splitlines()]
+    assert any(event["event"] == "rehearsal" for event in events)
+
+
+def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "cryptography.py").write_text("raise ModuleNotFoundError(name='cryptography')")
+    line = [sys.executable, "-m", "byzpg", "keygen", "--name", "alice", "--address", "127.0.0.1:7700"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 2
+    assert "pip install 'byzpg[live]'" in done.stderr

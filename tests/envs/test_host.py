@@ -1,0 +1,451 @@
+"""Tasks on the host: against their twins in JAX, as users write them, and broken."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import host_tasks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_tasks import Corridor
+
+from byzpg import Config, Run, cli, envs, play, resume, train
+from byzpg.envs import Task, host
+from byzpg.envs.cartpole import CartPole, State
+from byzpg.envs.host import HostTask
+from byzpg.envs.spaces import Box, Discrete
+from byzpg.federation.simulator import LARGE, SKIP, SMALL
+from byzpg.learning.gradients import GPOMDP, gradient
+from byzpg.learning.host_rollouts import play as play_task
+from byzpg.learning.policies import CategoricalMLP, GaussianMLP, Policy
+from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
+from byzpg.robust.attacks import Attack, NoAttack, RandomAction, RandomReward, RewardFlip
+from byzpg.training import Progress
+
+POLICY = CategoricalMLP(4, (8,), num_actions=2)
+SMALL_RUN: dict[str, Any] = {
+    "algorithm": "ByzPG",
+    "aggregator": "RFA",
+    "num_agents": 4,
+    "num_byzantine": 1,
+    "num_seeds": 1,
+    "hidden": (8,),
+    "large_batch": 12,
+    "small_batch": 6,
+    "switch_probability": 0.2,
+}
+
+
+def host_task(name: str) -> HostTask:
+    task = envs.make(name)
+    assert isinstance(task, HostTask)
+    return task
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def keys_and_parameters(policy: Policy, num_agents: int) -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(1), num_agents)
+    return keys, jax.vmap(policy.initial)(keys)
+
+
+def played(
+    task: Task,
+    policy: Policy = POLICY,
+    num_agents: int = 3,
+    num_episodes: int = 5,
+    horizon: int = 60,
+    attackers: PlayAttacks = (),
+    parameters: jax.Array | None = None,
+) -> Episodes:
+    """Episodes of agents with parameters [agent, d] or, left out, with initial ones."""
+    keys, initial = keys_and_parameters(policy, num_agents if parameters is None else len(parameters))
+    return play_task(
+        task,
+        policy,
+        initial if parameters is None else parameters,
+        keys,
+        num_episodes=num_episodes,
+        horizon=horizon,
+        attackers=attackers,
+    )
+
+
+# What a name stands for
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        HostTask("gymnasium:CartPole-v1", 4, Discrete(2), 500, 475.0),
+        HostTask("gymnasium:Pendulum-v1", 3, Box(1, (-2.0,), (2.0,)), 200, None),
+        HostTask("envpool:CartPole-v1", 4, Discrete(2), 500, 475.0),
+        HostTask("envpool:HalfCheetah-v5", 17, Box(6, 6 * (-1.0,), 6 * (1.0,)), 1000, 4800.0),
+        HostTask("host_tasks:corridor", 2, Discrete(3), None, None),
+        HostTask("host_tasks:slider", 2, Box(2, (-0.5, -inf), (0.25, inf)), 9, None),
+    ],
+    ids=lambda task: task.name,
+)
+def test_a_name_makes_a_task(task: HostTask) -> None:
+    assert envs.make(task.name) == task
+    assert hash(envs.make(task.name)) == hash(task)
+
+
+BAD = {
+    "gymnasium:CartPole-v7": ["Gymnasium has no task 'CartPole-v7'", "Did you mean 'CartPole-v"],
+    "gymnasium:no task": ["gymnasium:no task cannot be made (Error: Malformed environment ID"],
+    "gymnasium:Cartpool-v1": ["Gymnasium has no task 'Cartpool-v1'", "Did you mean 'CartPole-v1'?"],
+    "envpool:LunaLander-v3": ["EnvPool has no task 'LunaLander-v3'", "Did you mean 'LunarLander-v3'?"],
+    "Acrobot-v1": ["Acrobot-v1 is a task of Gymnasium: write gymnasium:Acrobot-v1."],
+    "gymnasium:Blackjack-v1": ["observations Tuple(Discrete(32)", "vectors, Box of shape (n,)", "FlattenObservation"],
+    "envpool:Pong-v5": ["observations Box(0, 255, (4, 84, 84), uint8)", "vectors"],
+    "host_tasks:dictionary": ["observations Dict('place': Discrete(2))", "vectors"],
+    "host_tasks:image": ["(8, 8, 3)", "vectors"],
+    "host_tasks:many_choices": ["actions MultiDiscrete([2 3])", "Discrete ones, or vectors of numbers"],
+    "host_tasks:failing": ["the factory failed (KeyError: 'the map is missing')"],
+    "host_tasks:no_environment": ["must return a gymnasium.Env, got dict"],
+    "host_tasks:coridor": ["host_tasks has no function 'coridor'", "Did you mean 'corridor'?"],
+    "host_taks:corridor": ["'host_taks' cannot be imported", "No module named", "gymnasium:ID, envpool:ID or module:"],
+    "gymnasim:CartPole-v1": ["'gymnasim' cannot be imported", "Did you mean 'gymnasium'?"],
+    ":corridor": ["the module '' cannot be imported"],
+    "host_tasks:corridor": ["host_tasks:corridor sets no limit to its episodes", "--horizon"],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_names_and_tasks_are_one_clear_error(name: str) -> None:
+    with pytest.raises(ValueError, match=r"\w") as error:
+        Config(env=name).resolved()
+    for part in BAD[name]:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("always_another", r"is not one task: its first environment had 2 observations and actions Discrete\("),
+        ("growing", r"is not one task: its first environment had 2 observations and actions Discrete\("),
+        ("unpaid", "gave the reward nan: every number must be finite"),
+        ("unseen", "gave the observation inf: every number must be finite"),
+        ("longer", r"gave an observation of shape \(3,\), where its space says \(2,\)"),
+        ("the_same", "must make a new environment each time"),
+        ("the_same_wrapped", "must make a new environment each time"),
+    ],
+)
+def test_environments_that_are_not_what_they_said(name: str, message: str) -> None:
+    task = host_task(f"host_tasks:{name}")
+    with pytest.raises(ValueError, match=f"host_tasks:{name} {message}"):
+        played(task, CategoricalMLP(2, (), num_actions=3))
+
+
+def test_what_fails_inside_a_task_is_laid_at_its_door() -> None:
+    with host_task("host_tasks:old").stage(2) as stage:
+        stage.reset(np.arange(2))
+        with pytest.raises(ValueError, match=r"host_tasks:old: step failed \(ValueError: not enough values to unpack"):
+            stage.step(np.arange(2), np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("extra", ["gymnasium", "envpool"])
+def test_a_missing_extra_is_one_line_that_installs_it(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pip" not in host.available()[f"{extra}:ID"]
+    monkeypatch.setitem(sys.modules, extra, None)
+    with pytest.raises(ValueError, match=rf"^this task needs \w+: pip install 'byzpg\[{extra}\]'\.$"):
+        Config(env=f"{extra}:MountainCar-v0").resolved()
+    assert host.available()[f"{extra}:ID"].endswith(f"not here yet: pip install 'byzpg[{extra}]'")
+
+
+def test_actions_without_bounds_cannot_be_uniform() -> None:
+    slider = Config(env="host_tasks:slider", attack="RewardFlip").resolved()
+    assert isinstance(slider.bound_policy(), GaussianMLP)
+    with pytest.raises(ValueError, match=r"RandomAction\(\) takes uniform actions, and those of host_tasks:slider"):
+        replace(slider, attack=RandomAction())
+    bounded = Config(env="gymnasium:Pendulum-v1", attack="RandomAction").resolved()
+    assert bounded.attack == RandomAction()
+
+
+def test_the_same_task_has_the_same_presets_wherever_it_is_played() -> None:
+    for preset in ("tuned", "paper", "theory", "script"):
+        ours, theirs = (Config(env=env, preset=preset).resolved() for env in ("CartPole-v1", "gymnasium:CartPole-v1"))
+        assert replace(theirs, env=ours.env) == ours
+    lander = Config(env="envpool:LunarLander-v3", preset="paper").resolved()
+    assert (lander.hidden, lander.activation, lander.step_size) == ((64, 64), "tanh", 1e-3)  # the paper's table
+
+
+def test_defaults_of_a_task_without_a_table() -> None:
+    settings = Config(env="gymnasium:Acrobot-v1").resolved()
+    assert (settings.horizon, settings.discount, settings.hidden) == (500, 0.999, (64, 64))
+    assert (settings.large_batch, settings.small_batch, settings.activation) == (45, 32, "relu")
+    assert cli._free_directory(settings) == Path("runs/gymnasium-Acrobot-v1-DecByzPG-AvgZero-1")
+
+
+# Episodes
+
+
+@dataclass(frozen=True)
+class FixedStart(CartPole):
+    """The JAX twin of host_tasks.fixed_start."""
+
+    def reset(self, key: jax.Array) -> State:
+        return State(*(jnp.float32(each) for each in host_tasks.START))
+
+
+@pytest.mark.parametrize("attack", [NoAttack(), RandomAction(), RandomReward(), RewardFlip()], ids=str)
+def test_episodes_are_those_of_the_twin_in_jax(attack: Attack) -> None:
+    attackers = [(attack, jnp.asarray(np.asarray([False, True, False])))]
+    here = played(host_task("host_tasks:fixed_start"), attackers=attackers)
+    there = played(FixedStart(), attackers=attackers)
+    assert 1 < int(here.steps) == int(there.steps)
+    assert len(np.unique(here.lengths)) > 3
+    np.testing.assert_array_equal(here.lengths, there.lengths)
+    np.testing.assert_array_equal(here.returns, there.returns)
+    alive = np.arange(Clock(60).padded) < np.asarray(here.lengths)[..., None]
+    np.testing.assert_array_equal(np.asarray(here.actions)[alive], np.asarray(there.actions)[alive])
+    np.testing.assert_allclose(np.asarray(here.observations)[alive], np.asarray(there.observations)[alive], atol=1e-4)
+    np.testing.assert_array_equal(here.rewards, there.rewards)
+    np.testing.assert_allclose(here.log_probabilities, there.log_probabilities, atol=1e-4)
+    for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    honest = played(host_task("host_tasks:fixed_start"))
+    changed = [np.any(a != b) for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(honest), strict=True)]
+    assert any(changed) == (attack != NoAttack())
+
+
+@cache
+def estimates(task: Task, shift: float = 0.0) -> np.ndarray:
+    """The mean return and the gradient of 40 agents with the same policy, 25 episodes each [agent, 1 + d]."""
+    policy = CategoricalMLP(4, (), num_actions=2)
+    one = np.linspace(-1, 1, policy.dimension) + shift * (np.arange(policy.dimension) % 2)
+    parameters = jnp.asarray(np.tile(one.astype(np.float32), (40, 1)))
+    episodes = played(task, policy, num_episodes=25, horizon=100, parameters=parameters)
+    found = GRADIENT(policy, parameters, episodes, GPOMDP(), 0.99, Clock(100))
+    return np.column_stack([np.mean(episodes.returns, axis=1), found])
+
+
+GRADIENT = jax.jit(gradient, static_argnums=(0, 3, 4, 5))
+
+
+@pytest.mark.parametrize("name", ["gymnasium:CartPole-v1", "envpool:CartPole-v1"])
+def test_returns_and_gradients_are_those_of_cartpole_in_jax(name: str) -> None:
+    """Within standard errors; another policy is told apart."""
+
+    def largest_difference(one: np.ndarray, other: np.ndarray) -> float:
+        """In standard errors."""
+        error = np.sqrt((np.var(one, axis=0, ddof=1) + np.var(other, axis=0, ddof=1)) / len(one))
+        return float(np.max(np.abs(np.mean(one, axis=0) - np.mean(other, axis=0)) / error))
+
+    here = estimates(envs.make(name))
+    assert largest_difference(here, estimates(CartPole())) < 4
+    assert largest_difference(here, estimates(CartPole(), shift=1.0)) > 6
+
+
+def test_only_live_episodes_are_stepped_and_environments_are_kept() -> None:
+    """A corridor complains if it is stepped after its end."""
+    task, policy = host_task("host_tasks:corridor"), CategoricalMLP(2, (), num_actions=3)
+    Corridor.made.clear()
+    episodes = played(task, policy, num_agents=2, num_episodes=6, horizon=100)
+    lengths = np.asarray(episodes.lengths)
+    assert len(Corridor.made) == 12
+    assert sum(each.num_steps for each in Corridor.made) == lengths.sum() < lengths.size * lengths.max()
+    assert set(lengths.reshape(-1) % 2) == {0, 1}, "both terminated and truncated"
+    actions = np.concatenate([each.taken for each in Corridor.made])
+    assert set(actions) == {-1, 0, 1}, "counted from the space's start"
+    np.testing.assert_array_equal(episodes.returns, np.sum(episodes.rewards, axis=2))
+    assert sum(float(each) for each in actions) == float(np.sum(episodes.returns))
+
+    again = played(task, policy, num_agents=2, num_episodes=6, horizon=100)
+    np.testing.assert_array_equal(again.lengths, lengths)
+    cut = played(task, policy, num_agents=2, num_episodes=6, horizon=4)
+    np.testing.assert_array_equal(cut.lengths, np.minimum(lengths, 4))
+    assert len(Corridor.made) == 12
+
+
+def test_a_pool_steps_live_episodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    step = host._Pool.step
+
+    def counted(self: Any, episodes: np.ndarray, actions: np.ndarray) -> host.Outcome:
+        sizes.append(len(episodes))
+        return step(self, episodes, actions)
+
+    monkeypatch.setattr(host._Pool, "step", counted)
+    episodes = played(host_task("envpool:CartPole-v1"), num_episodes=10, horizon=200)
+    assert sum(sizes) == int(np.sum(episodes.lengths)) < len(sizes) * sizes[0]
+    # An environment that had been stepped after its end would have started over near the middle.
+    angle, lengths = np.asarray(episodes.observations)[..., 2], np.asarray(episodes.lengths)
+    moved = np.abs(np.diff(angle, axis=2))[np.arange(1, 200) < lengths[..., None]]
+    assert 0 < np.max(moved) < 0.1
+    np.testing.assert_array_equal(
+        played(host_task("envpool:CartPole-v1"), num_episodes=10, horizon=200).lengths, lengths
+    )
+
+
+def test_a_continuous_task_is_the_same_in_gymnasium_and_envpool() -> None:
+    """Mean returns of 200 episodes of 50 steps, within standard errors; one that is cut off sooner is told apart."""
+
+    def returns(name: str, horizon: int = 50) -> np.ndarray:
+        policy = GaussianMLP(3, (), action_size=1)
+        episodes = played(envs.make(name), policy, num_agents=2, num_episodes=100, horizon=horizon)
+        np.testing.assert_array_equal(episodes.lengths, horizon)
+        return np.asarray(episodes.returns).reshape(-1)
+
+    here, there, shorter = (
+        returns("gymnasium:Pendulum-v1"),
+        returns("envpool:Pendulum-v1"),
+        returns("envpool:Pendulum-v1", 30),
+    )
+    error = np.sqrt((np.var(here) + np.var(there)) / len(here))
+    assert abs(np.mean(here) - np.mean(there)) < 4 * error
+    assert abs(np.mean(here) - np.mean(shorter)) > 6 * error
+
+
+def test_continuous_actions_are_clipped_for_the_environment_alone() -> None:
+    task = host_task("host_tasks:slider")
+    Corridor.made.clear()
+    episodes = played(task, GaussianMLP(2, (), action_size=2), horizon=9)
+    taken = np.concatenate([each.taken for each in Corridor.made if each.taken])
+    assert np.min(taken[:, 0]) == -0.5
+    assert np.max(taken[:, 0]) == 0.25
+    assert np.max(np.abs(taken[:, 1])) > 1
+    drawn = np.asarray(episodes.actions)
+    assert np.max(np.abs(drawn[..., 0])) > 1
+    assert drawn.dtype == np.float32
+
+
+# Training
+
+
+def stopped_after(iterations: int, config: Config, directory: Path) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.iteration >= iterations:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, directory, stop)
+
+
+def assert_same(one: Run, other: Run) -> None:
+    for name, values in one.metrics.items():
+        np.testing.assert_array_equal(values, other.metrics[name])
+    np.testing.assert_array_equal(one.parameters["last"], other.parameters["last"])
+    np.testing.assert_array_equal(one.parameters["uniform"], other.parameters["uniform"])
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Run, Path]:
+    config = Config(
+        env="gymnasium:CartPole-v1", attack="RandomAction", horizon=60, step_size=0.05, trajectories=300, **SMALL_RUN
+    )
+    directory = tmp_path_factory.mktemp("run") / "learnt"
+    return config, train(config, directory), directory
+
+
+def test_a_federation_learns_from_a_server_on_gymnasium(learnt: tuple[Config, Run, Path]) -> None:
+    _, run, _ = learnt
+    assert run.returns[0, 0] < 30
+    assert run.returns[0, -5:].mean() > 40
+    steps = run.metrics["environment_steps"][0]
+    assert np.all(steps[run.large] > 4 * 12)
+    assert np.all(steps[~run.large] <= 6 * 60), "the server plays small batches alone"
+    assert np.all(np.isnan(run.metrics["aggregation_error"][0, ~run.large]))
+
+
+def test_resumed_to_the_bit_on_gymnasium(learnt: tuple[Config, Run, Path], tmp_path: Path) -> None:
+    config, whole, _ = learnt
+    stopped_after(7, config, tmp_path / "run")
+    assert_same(resume(tmp_path / "run"), whole)
+
+
+PENDULUM = Config(
+    env="envpool:Pendulum-v1",
+    algorithm="PAGE-PG",
+    num_seeds=2,
+    hidden=(8,),
+    horizon=40,
+    large_batch=12,
+    small_batch=6,
+    switch_probability=0.2,
+    trajectories=60,
+)
+
+
+def test_resumed_to_the_bit_on_envpool_and_played(tmp_path: Path) -> None:
+    whole = train(PENDULUM)
+    stopped_after(3, PENDULUM, tmp_path / "run")
+    assert_same(resume(tmp_path / "run"), whole)
+    assert np.all((whole.returns < -10) & (whole.returns > -1000))
+    assert np.all(whole.returns[0] != whole.returns[1])
+    returns, frames = play.evaluate(whole.policy(), whole.settings, 2, 0, False)
+    assert frames == []
+    assert len(set(returns)) == 2
+
+
+def test_peers_without_a_server_agree_on_a_continuous_task_of_envpool() -> None:
+    config = Config(
+        env="envpool:Pendulum-v1",
+        algorithm="DecByzPG",
+        num_agents=5,
+        num_byzantine=1,
+        attack="Equivocate",
+        hidden=(8,),
+        horizon=40,
+        large_batch=8,
+        small_batch=4,
+        switch_probability=1.0,  # small batches of this task are played above
+        trajectories=24,
+    )
+    run = train(config)
+    before, after = run.metrics["diameter_before"][0], run.metrics["diameter_after"][0]
+    assert np.all(before > 0)
+    assert np.all(after < before)
+    assert np.all(np.isfinite(run.parameters["last"]))
+    assert np.all(run.metrics["environment_steps"][0, run.large] == 5 * 8 * 40)
+
+
+def test_skipped_entries_and_the_output() -> None:
+    simulation = PENDULUM.resolved().simulation()
+    (state,), (metrics,) = simulation.run(simulation.start(), [LARGE, SKIP, SMALL], 1)
+    (first,), _ = simulation.run(simulation.start(), [LARGE], 1)
+    assert np.all(np.isnan(np.asarray(metrics.return_mean)[:, 1]))
+    np.testing.assert_array_equal(metrics.environment_steps[:, [0, 2]], [[12 * 40, 6 * 40]] * 2)
+    assert int(state.iteration) == 2
+    np.testing.assert_array_equal(state.output, first.agents.parameters)  # θ_T̂ with T̂ = 1
+    assert np.any(np.asarray(state.output) != np.asarray(state.agents.parameters))
+
+
+def test_play_draws_what_can_be_drawn(learnt: tuple[Config, Run, Path]) -> None:
+    _, run, _ = learnt
+    returns, frames = play.evaluate(run.policy(), run.settings, 2, 3, False)
+    assert len(frames) == returns[0] > 20
+    assert frames[0].shape == (400, 600, 3)
+    assert np.any(frames[0] != frames[-1])
+
+
+@pytest.fixture
+def forgotten_tasks() -> Iterator[None]:
+    """Another test may have another module of the same name."""
+    yield
+    sys.modules.pop("my_task", None)
+    host.describe.cache_clear()
+    for key in [key for key in host._idle if "my_task:make" in str(key)]:
+        del host._idle[key]
+
+
+@pytest.mark.usefixtures("forgotten_tasks")
+def test_the_readmes_own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of the README, in under twenty lines, from another directory and with a short run."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    program = next(block for block in text.split("```python\n") if "class Thermostat" in block).split("\n```")[0]
+    assert len(program.splitlines()) < 20
+    (tmp_path / "my_task.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    options = SMALL_RUN | {"switch_probability": 1.0, "step_size": 0.05, "trajectories": 300}
+    run = train(Config(env="my_task:make", **options))
+    assert run.returns[0, 0] < -40
+    assert run.returns[0, -5:].mean() > -25

@@ -1,0 +1,220 @@
+"""Named grids: what is in them, that runs share programs, and that a grid goes on where it was stopped."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from byzpg import Config, training
+from byzpg.experiments.paper import COLLECTIONS, EXPERIMENTS, Scope, grid, published_curves, run_name
+from byzpg.federation.simulator import Simulation
+from byzpg.runs import Run, RunDirectory
+from byzpg.training import Progress
+
+# What is in a grid
+
+
+@pytest.fixture(scope="module")
+def everything() -> Any:
+    return grid(["all", "beyond"], Scope())
+
+
+def test_figures_have_the_papers_methods_and_published_curves(everything: Any) -> None:
+    figures = [experiment for experiment in everything.experiments if experiment.name.startswith("fig")]
+    assert [figure.name for figure in figures] == [f"fig{number}" for number in range(1, 7)]
+    for figure in figures:
+        for panel in figure.panels:
+            assert panel.published is not None
+            assert set(published_curves(*panel.published)) == {cell.label for cell in panel.cells}
+            for cell in panel.cells:
+                settings = everything.settings[cell.run]
+                method, _, setting = cell.label.partition(" K=")
+                assert (settings.env, settings.algorithm) == (panel.task, method)
+                assert settings.num_agents == int(setting.split()[0])
+                assert settings.num_byzantine == (3 if "3/13" in setting else 0)
+                if settings.num_byzantine:
+                    assert type(settings.attack).__name__ == panel.title
+                assert (settings.seeds, settings.trajectories) == (tuple(range(2000, 2010)), 8000)
+
+
+def test_a_run_that_several_pictures_show_is_there_once(everything: Any) -> None:
+    shown = [cell.run for each in everything.experiments for panel in each.panels for cell in panel.cells]
+    assert set(shown) == set(everything.settings)
+    assert len(set(shown)) < len(shown)
+    assert len({str(settings) for settings in everything.settings.values()}) == len(everything.settings)
+    for name, settings in everything.settings.items():
+        assert name == run_name(settings)
+
+
+def test_tasks_and_collections_narrow_a_grid() -> None:
+    cartpole = grid(["cartpole"], Scope())
+    assert {settings.env for settings in cartpole.settings.values()} == {"CartPole-v1"}
+    assert [each.name for each in cartpole.experiments] == ["fig1", "fig2", "fig4", "fig5"]
+    assert len(cartpole.settings) == 19
+    same = grid(["fig1", "fig2", "fig3", "fig4", "fig5"], Scope(), "CartPole-v1")
+    assert same == cartpole
+    one = grid(["fig2"], Scope("script", 3, 7, 90))
+    assert {(each.preset, each.seeds, each.trajectories) for each in one.settings.values()} == {
+        ("script", (7, 8, 9), 90)
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((["fig7"], Scope()), ["no experiment 'fig7'", "fig1", "cartpole"]),
+        ((["fig2"], Scope(), "LunarLander-v3"), ["none of these experiments", "LunarLander-v3"]),
+        ((["fig2"], Scope(num_seeds=-1)), ["num_seeds must be at least 1"]),
+    ],
+)
+def test_bad_grids(arguments: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"experiment|must be") as error:
+        grid(*arguments)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_every_name_is_an_experiment() -> None:
+    for members, _ in COLLECTIONS.values():
+        assert set(members) <= set(EXPERIMENTS)
+
+
+# Runs that share programs
+
+TINY = Config(hidden=(4,), horizon=20, large_batch=4, num_seeds=2, trajectories=80)
+CONFIGS = {
+    "attackers": replace(TINY, num_agents=5, attack="RandomAction", aggregator="TrimmedMean", rounds=1),
+    "honest": replace(TINY, algorithm="ByzPG", num_agents=3, num_byzantine=0),
+    "other-step": replace(TINY, algorithm="PAGE-PG", step_size=0.5),
+    # It shares no program with the runs above; after the crash below, other-step goes on with this one's.
+    "other-length": replace(TINY, algorithm="PAGE-PG", step_size=0.5, trajectories=84),
+}
+
+
+def laid_down(folder: Path) -> list[Path]:
+    for name, config in CONFIGS.items():
+        RunDirectory.create(folder / name, config.resolved())
+    return [folder / name for name in CONFIGS]
+
+
+@pytest.fixture(scope="module")
+def sizes() -> Iterator[list[int]]:
+    """How many federations each simulation that ran had, block by block."""
+    found: list[int] = []
+    run = Simulation.run
+
+    def watched(self: Simulation, *arguments: Any) -> Any:
+        found.append(len(self.federations))
+        return run(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Simulation, "run", watched)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> tuple[list[Path], list[Progress]]:
+    directories, heard = laid_down(tmp_path_factory.mktemp("grid")), []
+    training.resume_all(directories, heard.append)
+    return directories, heard
+
+
+def assert_same(one: Run, other: Run) -> None:
+    assert one.settings == other.settings
+    for name, values in one.metrics.items():
+        np.testing.assert_array_equal(values, other.metrics[name], err_msg=name)
+    np.testing.assert_array_equal(one.parameters["last"], other.parameters["last"])
+
+
+def test_runs_share_programs_and_say_how_far_they_are(finished: Any, sizes: list[int]) -> None:
+    directories, heard = finished
+    assert sorted(set(sizes)) == [1, 3]
+    assert all(training.load(directory).complete for directory in directories)
+    done = [progress.done for progress in heard]
+    assert done == sorted(done)
+    assert done[-1] == 1
+    assert {progress.label for progress in heard} == {"program 1 of 2 (3 runs), ", "program 2 of 2 (1 runs), "}
+    seconds = [progress.seconds for progress in heard]
+    assert seconds == sorted(seconds)
+
+
+def test_what_runs_of_one_program_have_in_common() -> None:
+    """Agents that play alike, seeds, coin and length; not who takes part, who lies, nor how gradients are made."""
+
+    def program(**options: Any) -> Any:
+        config = replace(TINY, algorithm="ByzPG", num_agents=5, switch_probability=0.5, small_batch=2)
+        return training._Pending(replace(config, **options).resolved(), None, None).program
+
+    ours = program()
+    for same in ({"num_agents": 3}, {"attack": "IPM"}, {"aggregator": "Krum"}, {"gate": 0.0}, {"optimizer": "sgd"}):
+        assert program(**same) == ours, same
+    for other in (
+        {"seed": 1},
+        {"num_seeds": 3},
+        {"trajectories": 81},
+        {"switch_probability": 0.4},
+        {"coin": "script"},
+        {"small_batch": 3},
+        {"large_batch": 5},
+        {"horizon": 19},
+        {"hidden": (5,)},
+        {"initialization": "script"},
+        {"env": "Pendulum-v1", "horizon": 20},
+    ):
+        assert program(**other) != ours, other
+
+
+def test_a_crash_between_the_checkpoints_of_a_program(finished: Any, tmp_path: Path, sizes: list[int]) -> None:
+    """What was saved goes on from there, the rest from before: up to rounding, the same runs."""
+    directories = laid_down(tmp_path)[:3]
+    write, written = RunDirectory.write_checkpoint, []
+
+    def dying(self: RunDirectory, checkpoint: Any) -> None:
+        if written:
+            raise SystemError("the power is gone")
+        written.append(self.path)
+        write(self, checkpoint)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
+        patch.setattr(RunDirectory, "write_checkpoint", dying)
+        with pytest.raises(SystemError):
+            training.resume_all(directories)
+    sizes.clear()
+    training.resume_all(directories)
+    assert set(sizes) == {1, 2}
+    for ours, theirs in zip(directories, finished[0], strict=False):
+        np.testing.assert_allclose(training.load(ours).returns[:, :9], training.load(theirs).returns[:, :9], rtol=1e-3)
+
+
+def test_a_stopped_grid_goes_on_and_finished_runs_are_left_alone(
+    finished: Any, tmp_path: Path, sizes: list[int]
+) -> None:
+    directories = laid_down(tmp_path)
+
+    def stop(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        training.resume_all(directories, stop)
+    sizes.clear()
+    training.resume_all(directories)
+    assert 0 < sizes.count(3) < 3, "it went on from the first block of three"
+    for ours, theirs in zip(directories, finished[0], strict=True):
+        assert_same(training.load(ours), training.load(theirs))
+    sizes.clear()
+    training.resume_all(directories)
+    assert sizes == []
+
+
+def test_batches_that_would_not_fit_the_memory_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = "gpu" if jax.default_backend() == "gpu" else "cpu"
+    monkeypatch.setitem(training.LARGEST_BATCH, kind, 2 * 2 * 4 * 20)
+    configs = [replace(CONFIGS["other-step"], step_size=step_size) for step_size in (0.1, 0.2, 0.3, 0.4)]
+    pending = [training._Pending(config.resolved(), None, None) for config in configs]
+    parts = list(training._parts(pending))
+    assert [len(part) for part in parts] == [2, 2]
+    assert sorted(each.settings.step_size for part in parts for each in part) == [0.1, 0.2, 0.3, 0.4]

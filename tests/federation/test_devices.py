@@ -1,0 +1,182 @@
+"""One simulation on several devices, and in several processes that act as one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from forking import BYZPG, Forked
+from live_federation import free_ports
+
+from byzpg import training
+from byzpg.config import Config
+from byzpg.federation.devices import Hardware
+from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
+from byzpg.runs import RunDirectory
+
+TINY: dict[str, Any] = {
+    "hidden": (8,),
+    "horizon": 20,
+    "large_batch": 6,
+    "small_batch": 3,
+    "num_seeds": 2,
+    "seed": 5,
+    "switch_probability": 0.5,
+}
+# 13 and 5 agents on 4 devices: not dealt evenly. Lies that differ by receiver, a rule that does; play, and a server.
+FEDERATIONS = [
+    Config(num_agents=13, num_byzantine=2, attack="LargeNoise", aggregator="RFA", agreement="GDA", rounds=2, **TINY),
+    Config(num_agents=5, num_byzantine=1, attack="RandomAction", algorithm="ByzPG", aggregator="Median", **TINY),
+]
+BATCHES = [LARGE, SMALL, SMALL, LARGE, SKIP]
+# The products of another number of agents at once are rounded otherwise.
+TOLERANCE = 1e-5
+
+
+def run_all(mesh_shape: tuple[int, int]) -> list[np.ndarray]:
+    """What comes of the federations, on a mesh of this shape."""
+    simulation = Simulation(tuple(config.resolved().federation() for config in FEDERATIONS), (5, 6))
+    assert tuple(simulation._mesh().shape.values()) == mesh_shape
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(simulation.run(simulation.start(), BATCHES, 2))]
+
+
+def test_eight_devices_give_what_one_gives(tmp_path: Path) -> None:
+    program = """
+import sys
+import numpy as np
+from byzpg.federation.devices import Hardware
+Hardware(devices=8).start()
+import test_cluster
+np.savez(sys.argv[1], *test_cluster.run_all((2, 4)))
+"""
+    said = tmp_path / "said"
+    with said.open("w") as output:
+        done = Forked(
+            tmp_path / "eight.npz", program=program, stdout=output, PYTHONPATH=str(Path(__file__).parent.parent)
+        )
+    alone = run_all((1, 1))
+    assert done.wait() == 0, said.read_text()
+    with np.load(tmp_path / "eight.npz") as eight:
+        assert len(eight) == len(alone)
+        for one, other in zip(alone, eight.values(), strict=True):
+            np.testing.assert_allclose(other, one, rtol=TOLERANCE, atol=TOLERANCE)
+    parameters = [leaf for leaf in alone if leaf.ndim == 3]
+    assert parameters
+    assert all(np.all(np.isfinite(leaf)) for leaf in parameters)
+
+
+# Ctrl-C while the first block of iterations runs.
+INTERRUPTED = """
+import os, signal
+from byzpg.cli import main
+from byzpg.federation.simulator import Simulation
+run = Simulation.run
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    return run(*arguments)
+Simulation.run = interrupted
+main()
+"""
+
+
+class Pair:
+    """Two processes that carry out one command of byzpg as one; Ctrl-C may be pressed at the first."""
+
+    def __init__(self, folder: Path, *command: str, interrupted: bool = False) -> None:
+        coordinator = f"127.0.0.1:{free_ports(1)[0]}"
+        common = [*command, "--devices", "2", "--coordinator", coordinator, "--processes", "2"]
+        self.outputs = [folder / f"{process}.out" for process in range(2)]
+        self.processes: list[Forked | subprocess.Popen[bytes]] = []
+        for process, output in enumerate(self.outputs):
+            (folder / f"at-{process}").mkdir(exist_ok=True)
+            with output.open("wb") as file:
+                line, place = [*common, "--process", str(process)], folder / f"at-{process}"
+                if process == 0:
+                    program = INTERRUPTED if interrupted else BYZPG
+                    self.processes.append(Forked(*line, program=program, stdout=file, folder=place))
+                else:  # with a hash seed of its own
+                    alone = [sys.executable, "-m", "byzpg", *line]
+                    self.processes.append(subprocess.Popen(alone, stdout=file, stderr=subprocess.STDOUT, cwd=place))
+
+    def end(self) -> list[int]:
+        """The exit codes."""
+        try:
+            return [process.wait(300) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+
+    def said(self) -> list[str]:
+        return [output.read_text() for output in self.outputs]
+
+
+ONE_SEED: dict[str, Any] = TINY | {"num_seeds": 1}
+# Five agents: on four devices of two processes. Three blocks.
+FOR_TWO = Config(algorithm="ByzPG", num_agents=5, num_byzantine=1, aggregator="Krum", trajectories=80, **ONE_SEED)
+
+
+def test_two_processes_stop_and_go_on_as_one(tmp_path: Path) -> None:
+    """The second of them has no files."""
+    config = FOR_TWO
+    (tmp_path / "at-0").mkdir()
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
+    given = {name: value for name, value in values.items() if value is not None}
+    (tmp_path / "at-0" / "config.json").write_text(json.dumps(given))
+    (tmp_path / "at-1").mkdir()
+    (tmp_path / "at-1" / "config.json").write_text("{}")  # it does what the first one says
+    directory = tmp_path / "at-0" / "run"
+    pair = Pair(tmp_path, "train", "--config", "config.json", "--directory", "run", "--no-compare", interrupted=True)
+    assert pair.end() == [130, 0], pair.said()
+    assert "To go on from here" in pair.said()[0]
+    halfway = training.load(directory)
+    assert not halfway.complete
+
+    pair = Pair(tmp_path, "resume", "run")
+    assert pair.end() == [0, 0], pair.said()
+    both, alone = training.load(directory), training.train(config)
+    assert both.complete
+    assert len(alone.trajectories) > len(halfway.trajectories) > 0
+    np.testing.assert_allclose(both.parameters["last"], alone.parameters["last"], rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(both.parameters["uniform"], alone.parameters["uniform"], rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_array_equal(both.returns, alone.returns)
+    assert [path.name for path in (tmp_path / "at-1").iterdir()] == ["config.json"]
+
+
+def test_a_failure_of_the_first_process_ends_both(tmp_path: Path) -> None:
+    """Its checkpoint cannot be written, while the other one is in the next program already."""
+    (tmp_path / "at-0").mkdir()
+    RunDirectory.create(tmp_path / "at-0" / "run", FOR_TWO.resolved())
+    (tmp_path / "at-0" / "run" / "checkpoint.npz").mkdir()
+    pair = Pair(tmp_path, "resume", "run")
+    first, second = pair.end()
+    assert first == 2, pair.said()
+    assert second != 0, pair.said()
+    assert "checkpoint.npz" in pair.said()[0]
+
+
+def test_a_wrong_option_ends_both_processes(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "train", "--num-agents", "5", "--num-byzantine", "4", "--directory", "run")
+    assert pair.end() == [2, 0], pair.said()
+    assert "use num_byzantine ≤ 2" in pair.said()[0]
+    assert not list((tmp_path / "at-0").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("hardware", "complaint"),
+    [
+        (Hardware(devices=0), "--devices must be at least 1, got 0"),
+        (Hardware(processes=2), "say --coordinator host:port"),
+        (Hardware(coordinator="here", processes=2, process=0), "--coordinator must be host:port, got 'here'"),
+        (Hardware(coordinator="here:70000", processes=2, process=0), "--coordinator must be host:port"),
+        (Hardware(coordinator="here:7000"), "--coordinator needs --processes"),
+        (Hardware(coordinator="here:7000", processes=2, process=2), "--process must be 0 to 1, got 2"),
+    ],
+)
+def test_wrong_hardware_is_one_clear_error(hardware: Hardware, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        hardware.start()

@@ -1,0 +1,119 @@
+"""The common coin: the same for everyone, in every version, and fair."""
+
+import hashlib
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from byzpg.federation.schedule import CommonCoin
+
+START = np.array([0.5, -1.25, 3.0e-5, 0.0], np.float32)
+COIN = CommonCoin.of(START)
+
+
+def hmac_by_hand(key: bytes, message: bytes) -> bytes:
+    """RFC 2104."""
+    padded = key.ljust(64, b"\0")
+    inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded) + message).digest()
+    return hashlib.sha256(bytes(byte ^ 0x5C for byte in padded) + inner).digest()
+
+
+def test_the_protocol_never_changes() -> None:
+    """Pinned: agents of different versions must toss the same coin."""
+    assert COIN.key.hex() == "dd49d253052096fe1ec26328b1cab174a31ff6f65f8431f3cd8a13eedb8c5316"
+    assert [COIN.uniform("large batch", t) for t in (1, 2)] == [0.9435418616728684, 0.27512189943419507]
+    assert [t for t in range(40) if COIN.is_large(t, 0.2)] == [0, 3, 6, 16, 30, 33, 35, 36, 37, 39]
+    assert [COIN.output_iteration(n) for n in (1, 10, 1000, 10**9)] == [0, 8, 528, 936019153]
+
+
+def test_the_hashed_bytes_are_the_documented_ones() -> None:
+    values = b"".join(struct.pack("<f", value) for value in START)
+    key = hashlib.sha256(b"byzpg common coin 1" + struct.pack("<Q", 4) + values).digest()
+    assert CommonCoin(key) == COIN
+    digest = hmac_by_hand(key, b"any label" + struct.pack("<Q", 7))
+    first_bits = int("".join(f"{byte:08b}" for byte in digest)[:53], 2)
+    assert COIN.uniform("any label", 7) == first_bits / 2**53
+
+
+def test_every_form_of_the_same_parameters_tosses_the_same_coin() -> None:
+    strided = np.repeat(START, 2)[::2]
+    for same in (
+        START.copy(),
+        jnp.asarray(START),
+        START.astype("<f4"),
+        START.astype(">f4"),
+        START.astype(float),
+        strided,
+    ):
+        assert CommonCoin.of(same) == COIN
+
+
+@pytest.mark.parametrize("bit", range(0, 8 * START.nbytes, 5))
+def test_one_flipped_bit_makes_another_coin(bit: int) -> None:
+    flipped = bytearray(START.astype("<f4").tobytes())
+    flipped[bit // 8] ^= 1 << bit % 8
+    other = CommonCoin.of(np.frombuffer(bytes(flipped), "<f4"))
+    assert other.key != COIN.key
+    here, there = ([coin.uniform("large batch", t) < 0.5 for t in range(200)] for coin in (COIN, other))
+    assert 60 < sum(a == b for a, b in zip(here, there, strict=True)) < 140
+
+
+def test_parameters_of_another_length_make_another_coin() -> None:
+    assert CommonCoin.of(np.append(START, np.float32(0))).key != COIN.key
+
+
+def test_labels_and_indices_are_told_apart() -> None:
+    draws = [COIN.uniform(label, index) for label in ("", "a", "b", "a\0") for index in (0, 1, 256, 2**40)]
+    assert len(set(draws)) == len(draws)
+
+
+@pytest.mark.parametrize("probability", [0.02, 0.2, 0.5, 0.9])
+def test_large_batches_come_as_often_as_asked(probability: float) -> None:
+    num_tosses = 20_000
+    count = sum(COIN.is_large(t, probability) for t in range(1, num_tosses + 1))
+    deviation = (num_tosses * probability * (1 - probability)) ** 0.5
+    assert abs(count - num_tosses * probability) < 4 * deviation
+
+
+def test_tosses_in_a_row_are_independent() -> None:
+    large = np.array([COIN.is_large(t, 0.3) for t in range(1, 20_001)])
+    for lag in (1, 2, 3):
+        both = np.mean(large[lag:] & large[:-lag])
+        assert abs(both - 0.3**2) < 4 * (0.09 * 0.91 / len(large)) ** 0.5
+
+
+def test_the_first_iteration_is_always_large_and_certain_coins_are_certain() -> None:
+    for seed in range(20):
+        coin = CommonCoin.of(np.full(3, seed, np.float32))
+        assert coin.is_large(0, 0.0)
+        assert not any(coin.is_large(t, 0.0) for t in range(1, 200))
+        assert all(coin.is_large(t, 1.0) for t in range(200))
+
+
+def test_uniform_draws_fill_the_unit_interval() -> None:
+    draws = np.sort([COIN.uniform("any label", i) for i in range(10_000)])
+    assert draws[0] >= 0
+    assert draws[-1] < 1
+    # Kolmogorov–Smirnov at about 1e-6.
+    assert np.max(np.abs(draws - (np.arange(len(draws)) + 0.5) / len(draws))) < 2.7 / len(draws) ** 0.5
+
+
+def test_the_output_iteration_is_uniform() -> None:
+    num_iterations, num_coins = 8, 8000
+    chosen = [CommonCoin.of(np.array([seed], np.float32)).output_iteration(num_iterations) for seed in range(num_coins)]
+    counts = np.bincount(chosen, minlength=num_iterations)
+    assert len(counts) == num_iterations
+    expected = num_coins / num_iterations
+    assert np.sum((counts - expected) ** 2 / expected) < 40  # χ² with 7 degrees of freedom: 1e-6
+    assert COIN.output_iteration(1) == 0
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match=r"one axis \[d\], got shape \(2, 2\)"):
+        CommonCoin.of(START.reshape(2, 2))
+    with pytest.raises(ValueError, match="32 bytes, got 3"):
+        CommonCoin(b"abc")
+    with pytest.raises(ValueError, match="num_iterations must be a positive whole number, got 0"):
+        COIN.output_iteration(0)

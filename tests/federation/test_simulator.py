@@ -1,0 +1,353 @@
+"""The simulator against agents that are run one by one, and the five algorithms against each other."""
+
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from byzpg import Config, Run, train
+from byzpg.config import Settings
+from byzpg.federation.algorithms import Agent, AgentState
+from byzpg.federation.simulator import ITERATIONS, LARGE, SKIP, SMALL, Metrics, Simulation, SimulationState
+from byzpg.robust.aggregators import Aggregator
+from byzpg.robust.agreement import Agreement
+from byzpg.runs import RunDirectory
+from byzpg.training import BLOCK, resume_all
+
+COMPILATION = "/jax/core/compile/backend_compile_duration"
+
+TINY: dict[str, Any] = {
+    "hidden": (4,),
+    "horizon": 20,
+    "large_batch": 6,
+    "small_batch": 3,
+    "switch_probability": 0.2,
+    "num_seeds": 2,
+    "trajectories": 60,
+    "aggregator": "RFA",  # whose weights are known
+    "rounds": 2,
+    "step_size": 0.02,
+}
+
+
+def settings_of(**options: Any) -> Settings:
+    return Config(**(TINY | options)).resolved()
+
+
+# Of all of them one program, which most tests share; in the order in which `resume_all` puts them, so that it does too.
+FEDERATIONS: dict[str, dict[str, Any]] = {
+    "lone": {"algorithm": "PAGE-PG", "aggregator": None, "rounds": None},
+    "averaging": {
+        "algorithm": "Dec-PAGE-PG",
+        "num_agents": 3,
+        "attack": "RewardFlip",
+        "num_byzantine": 1,
+        "aggregator": None,
+        "rounds": None,
+    },
+    "robust": {"num_agents": 5},
+    "rotating": {"num_agents": 5, "byzantine_set": "RotatingSet"},
+    "plain steps": {"num_agents": 5, "attack": "SignFlip", "optimizer": "sgd"},
+    "as published": {
+        "num_agents": 5,
+        "attack": "SignFlip",
+        "memory": "script",
+        "num_byzantine": 2,
+        "num_declared": 1,
+        "aggregator": "TrimmedMean",
+    },
+    "noisy": {"num_agents": 5, "attack": "LargeNoise"},
+    "noisy, no agreement": {"num_agents": 5, "attack": "LargeNoise", "agreement": "NoAgreement"},
+    "server": {"algorithm": "ByzPG", "num_agents": 5, "attack": "AvgZero", "rounds": None},
+    "careful": {"num_agents": 5, "attack": "RandomAction", "gate": 0.5, "step_size": 0.01},
+}
+BATCHES = [LARGE, SMALL, SMALL, LARGE, SMALL]
+
+
+def all_federations() -> Simulation:
+    settings = [settings_of(**options) for options in FEDERATIONS.values()]
+    return Simulation(tuple(each.federation() for each in settings), settings[0].seeds)
+
+
+def block(*batches: int) -> list[int]:
+    """As long as those of training, so that its programs serve."""
+    return [*batches, *[SKIP] * (BLOCK - len(batches))]
+
+
+@pytest.fixture(scope="module")
+def together() -> dict[str, tuple[SimulationState, Metrics]]:
+    """After BATCHES, where each federation is and what it did."""
+    simulation = all_federations()
+    states, metrics = simulation.run(simulation.start(), block(*BATCHES), 2)
+    return dict(zip(FEDERATIONS, zip(states, metrics, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The federations trained to their end."""
+    return trained_together(
+        tmp_path_factory.mktemp("runs"), {name: settings_of(**FEDERATIONS[name]) for name in FEDERATIONS}
+    )
+
+
+def trained_together(folder: Path, settings: dict[str, Settings]) -> dict[str, Run]:
+    kept = {name: RunDirectory.create(folder / name, each, about={}) for name, each in settings.items()}
+    resume_all([directory.path for directory in kept.values()])
+    return {name: directory.read_results() for name, directory in kept.items()}
+
+
+@cache
+def trained(**options: Any) -> Run:
+    unused = {"PAGE-PG": {"aggregator", "rounds"}, "Dec-PAGE-PG": {"aggregator", "rounds"}, "ByzPG": {"rounds"}}
+    left_out = unused.get(options.get("algorithm", "DecByzPG"), set())
+    tiny = {name: value for name, value in TINY.items() if name not in left_out}
+    return train(Config(**(tiny | options)))
+
+
+def assert_same_run(one: Run, other: Run) -> None:
+    np.testing.assert_array_equal(one.returns, other.returns)
+    for name in ("last", "uniform"):
+        np.testing.assert_array_equal(one.parameters[name], other.parameters[name])
+
+
+# One agent's part of an iteration, each with a program of its own
+
+
+@partial(jax.jit, static_argnums=0)
+def both_estimates(
+    agent: Agent, parameters: jax.Array, previous: jax.Array, direction: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of a large batch and of a small one."""
+    state = AgentState(parameters, previous, direction, ())
+
+    def of_batch(large: bool) -> jax.Array:
+        episodes = agent.play(parameters, key[None], large)
+        return agent.estimate(state, episodes, large)[0][0]
+
+    return of_batch(True), of_batch(False)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def advanced(
+    agent: Agent, aggregator: Aggregator, num_declared: int, state: AgentState, own: jax.Array, received: jax.Array
+) -> AgentState:
+    aggregated = aggregator(received, num_byzantine=num_declared)
+    return agent.advance(state, own[None], aggregated[None])
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def agreed(agreement: Agreement, num_declared: int, received: jax.Array, own: int) -> jax.Array:
+    return agreement(received, own=own, num_byzantine=num_declared)
+
+
+@partial(jax.jit, static_argnums=0)
+def settled(agent: Agent, before: jax.Array, state: AgentState, held: jax.Array) -> AgentState:
+    return agent.settle(before, state, held[None])
+
+
+@partial(jax.jit, static_argnums=0)
+def start_of(agent: Agent, root: jax.Array) -> AgentState:
+    return agent.initial(agent.policy.initial(jax.random.fold_in(root, 0))[None])
+
+
+@jax.jit
+def key_of(root: jax.Array, iteration: int, stream: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(root, ITERATIONS), iteration), stream)
+
+
+def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
+    """Agents run apart from each other, as peers would, with the messages of SignFlip handed over by hand: θ [K, d]."""
+    agent, everyone, num_declared = settings.federation().agent, range(settings.num_agents), settings.num_declared
+    # Estimates depend on neither, so that the programs of two kinds of agents are one.
+    estimating = replace(agent, memory="paper", optimizer="sgd")
+    attackers = set(everyone[settings.num_agents - settings.num_byzantine :])
+    root = jax.random.key(seed)
+    states = [start_of(agent, root) for _ in everyone]
+
+    def received_by(receiver: int, truths: list[np.ndarray], lying: bool) -> np.ndarray:
+        rows = [-truth if lying and k in attackers and k != receiver else truth for k, truth in enumerate(truths)]
+        return np.stack(rows)
+
+    for iteration, batch in enumerate(batches):
+        truths = []
+        for k, state in enumerate(states):
+            key = key_of(root, iteration, k)
+            estimates = both_estimates(estimating, state.parameters, state.previous, state.direction, key)
+            truths.append(np.asarray(estimates[batch == SMALL]))
+        before = [state.parameters for state in states]
+        for k in everyone:
+            received = received_by(k, truths, True)
+            states[k] = advanced(agent, settings.aggregator, num_declared, states[k], truths[k], received)
+        held = [np.asarray(state.parameters[0]) for state in states]
+        for _ in range(settings.rounds):  # SignFlip leaves parameters alone
+            rows = np.stack(held)
+            held = [np.asarray(agreed(settings.agreement, num_declared, rows, k)) for k in everyone]
+        states = [settled(agent, before[k], states[k], held[k]) for k in everyone]
+    return np.concatenate([state.parameters for state in states])
+
+
+def assert_only_messages_move(settings: Settings, state: SimulationState) -> None:
+    for index, seed in enumerate(settings.seeds):
+        expected = one_by_one(settings, BATCHES, seed)
+        np.testing.assert_allclose(state.agents.parameters[index], expected, atol=5e-4)  # RFA and v̂ amplify rounding
+    assert np.max(np.abs(state.agents.parameters[0] - state.agents.parameters[1])) > 0.01
+
+
+def test_the_simulator_only_moves_messages(together: dict[str, tuple[SimulationState, Metrics]]) -> None:
+    settings, (state, _) = settings_of(**FEDERATIONS["plain steps"]), together["plain steps"]
+    assert_only_messages_move(settings, state)
+    realized = (state.agents.parameters - state.agents.previous) / settings.step_size
+    np.testing.assert_array_equal(state.agents.direction, realized)  # v̂, to the bit
+
+
+def test_the_simulator_only_moves_messages_as_published(
+    together: dict[str, tuple[SimulationState, Metrics]],
+) -> None:
+    assert_only_messages_move(settings_of(**FEDERATIONS["as published"]), together["as published"][0])
+
+
+@pytest.mark.slow
+def test_a_lone_agent_learns_the_same_with_every_algorithm_to_the_bit() -> None:
+    alone = trained(algorithm="PAGE-PG")
+    assert_same_run(alone, trained(algorithm="DecByzPG", num_agents=1))
+    assert_same_run(alone, trained(algorithm="ByzPG", num_agents=1))
+    with_sgd: dict[str, Any] = {"num_agents": 1, "optimizer": "sgd"}  # whose v̂ is a quotient where agents agree
+    assert_same_run(trained(algorithm="ByzPG", **with_sgd), trained(algorithm="DecByzPG", **with_sgd))
+
+
+@pytest.mark.slow
+def test_without_robustness_and_agreement_decbyzpg_is_dec_page_pg_to_the_bit() -> None:
+    bare = trained(num_agents=5, aggregator="Mean", agreement="NoAgreement")
+    plain = trained(algorithm="Dec-PAGE-PG", num_agents=5)
+    assert_same_run(bare, plain)
+    for name in ("aggregation_error", "byzantine_weight", "environment_steps"):
+        np.testing.assert_array_equal(bare.metrics[name], plain.metrics[name])
+    assert np.any(plain.returns != trained(num_agents=5).returns), "robustness changes the run"
+
+
+def test_the_server_samples_small_batches_alone(runs: dict[str, Run]) -> None:
+    run = runs["server"]
+    steps, most = run.metrics["environment_steps"], TINY["horizon"]
+    assert np.all(steps[:, run.large] > 5 * 6)
+    assert np.all(steps[:, ~run.large] <= 3 * most)
+    assert np.all(np.isnan(run.metrics["aggregation_error"][:, ~run.large]))
+    assert np.all(run.metrics["aggregation_error"][:, run.large] >= 0)
+    assert run.parameters["last"].shape[:2] == (2, 1)
+
+
+def test_metrics_say_what_happened(runs: dict[str, Run]) -> None:
+    run = runs["robust"]
+    metrics = run.metrics
+    assert set(metrics) == set(Metrics.__dataclass_fields__)
+    assert all(values.shape == (2, len(run.large)) for values in metrics.values())
+    np.testing.assert_allclose(metrics["honest_weight"] + metrics["byzantine_weight"], 1, rtol=1e-5)
+    assert np.all(metrics["byzantine_weight"] < 0.2), "less than the mean would give"
+    for name, at_large in (("effective_sample", 1), ("largest_weight", 1), ("capped", 0)):
+        np.testing.assert_array_equal(metrics[name][:, run.large], at_large)
+    assert np.any(metrics["effective_sample"][:, ~run.large] < 1)
+    assert np.all((metrics["return_mean"] >= 1) & (metrics["return_mean"] <= TINY["horizon"]))
+    np.testing.assert_array_equal(run.trajectories, np.cumsum(np.where(run.large, 6, 3)))
+
+
+def test_agreement_brings_agents_together_that_are_told_different_lies(runs: dict[str, Run]) -> None:
+    """Under large noise, fresh for each receiver, agents drift apart without agreement."""
+    agreeing, apart = runs["noisy"], runs["noisy, no agreement"]
+    spread = [np.ptp(run.parameters["last"][:, :4], axis=1).max() for run in (agreeing, apart)]
+    assert spread[0] < spread[1] / 2 or spread[0] < 1e-5
+    before, after = agreeing.metrics["diameter_before"], agreeing.metrics["diameter_after"]
+    assert np.all(after <= before)
+    assert np.any(before > 0)
+
+
+def test_liars_rotate_and_keep_honest_state(runs: dict[str, Run]) -> None:
+    run = runs["rotating"]
+    assert np.all(run.metrics["byzantine_weight"] < 0.2)
+    np.testing.assert_allclose(np.ptp(run.parameters["last"], axis=1), 0, atol=1e-5)
+    assert np.any(run.returns != runs["robust"].returns)
+
+
+def test_skipped_entries_change_nothing_and_one_program_serves_all_blocks() -> None:
+    simulation = all_federations()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    jax.jit(lambda: jnp.arange(3.0))()  # heard, whether or not a test before this one compiled the program
+    whole, metrics = simulation.run(simulation.start(), block(LARGE, SMALL, SMALL), 1)
+    at_first = compiled.count(COMPILATION)
+    states, first = simulation.run(simulation.start(), block(LARGE), 1)
+    at_output = [np.array(state.agents.parameters) for state in states]
+    states, second = simulation.run(states, block(SMALL, SMALL), 1)
+    assert compiled.count(COMPILATION) == at_first > 0
+    for left, right in zip(jax.tree.leaves(whole), jax.tree.leaves(states), strict=True):
+        np.testing.assert_array_equal(left, right)
+    for index, state in enumerate(states):
+        assert int(state.iteration) == 3
+        returns = [np.asarray(each[index].return_mean) for each in (metrics, first, second)]
+        np.testing.assert_array_equal(returns[0][:, 0], returns[1][:, 0])
+        np.testing.assert_array_equal(returns[0][:, 1:3], returns[2][:, :2])
+        assert np.all(np.isnan(returns[0][:, 3:]))
+        np.testing.assert_array_equal(state.output, at_output[index])  # θ_T̂ with T̂ = 1
+
+
+def test_federations_side_by_side_do_what_each_does_alone(
+    together: dict[str, tuple[SimulationState, Metrics]],
+) -> None:
+    """Up to rounding, which a batch of another size may do otherwise.
+
+    One of each algorithm: they differ in number, in how they estimate, and in how attackers play or what they send.
+    """
+    names = ["lone", "averaging", "server", "careful"]
+    for name in names:
+        state, found = together[name]
+        alone = settings_of(**FEDERATIONS[name]).simulation()
+        (expected_state,), (expected,) = alone.run(alone.start(), block(*BATCHES), 2)
+        for metric, values in vars(expected).items():
+            tolerance = 0.02 if "weight" in metric else 1e-3  # RFA's weights magnify rounding most
+            np.testing.assert_allclose(getattr(found, metric), values, rtol=2e-3, atol=tolerance, err_msg=metric)
+        for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-3)  # RFA, again
+    returns = {np.asarray(together[name][1].return_mean[:, 1:]).tobytes() for name in names}
+    assert len(returns) == len(names)
+
+
+def test_agents_of_a_simulation_play_alike() -> None:
+    ours, theirs = settings_of(num_agents=5), settings_of(num_agents=5, large_batch=7)
+    with pytest.raises(ValueError, match="one pair of batch sizes"):
+        Simulation((ours.federation(), theirs.federation()), (0,))
+
+
+ALL_ALGORITHMS = ["PAGE-PG", "Fed-PAGE-PG", "ByzPG", "Dec-PAGE-PG", "DecByzPG"]
+
+
+@pytest.fixture(scope="module")
+def learners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Honest agents, a short CartPole."""
+    settings = {
+        algorithm: Config(
+            algorithm=algorithm,
+            num_agents=1 if algorithm == "PAGE-PG" else 3,
+            num_byzantine=0,
+            horizon=60,
+            hidden=(8,),
+            large_batch=16,
+            small_batch=8,
+            switch_probability=0.2,
+            step_size=0.05,
+            num_seeds=2,
+            trajectories=400,
+        ).resolved()
+        for algorithm in ALL_ALGORITHMS
+    }
+    return trained_together(tmp_path_factory.mktemp("learners"), settings)
+
+
+@pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
+def test_every_algorithm_learns(algorithm: str, learners: dict[str, Run]) -> None:
+    """From about 20 steps to most of 60."""
+    learnt = learners[algorithm]
+    assert np.all(learnt.returns[:, 0] < 30)
+    assert np.all(learnt.returns[:, -5:].mean(axis=1) > 48)

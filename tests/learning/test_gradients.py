@@ -1,0 +1,605 @@
+"""Gradient estimates: golden values, unbiasedness where the truth can be enumerated, and the variance of PAGE."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, lax
+
+from byzpg.envs.spaces import Discrete
+from byzpg.learning.gradients import (
+    GPOMDP,
+    REINFORCE,
+    Estimator,
+    Health,
+    ImportanceWeights,
+    corrected_gradient,
+    gradient,
+    log_probabilities,
+    weighted_scores,
+)
+from byzpg.learning.policies import CategoricalMLP, GaussianMLP, Numbers, Policy
+from byzpg.learning.rollouts import Clock, Episodes, rollout
+from byzpg.robust.components import Component
+
+ESTIMATORS = [REINFORCE(), REINFORCE("leave-one-out"), GPOMDP(), GPOMDP("leave-one-out")]
+IMPORTANCE = [ImportanceWeights(mode, cap) for mode in ("trajectory", "per-decision") for cap in (None, 1.0, 2.5)]
+FLOORED = [ImportanceWeights(mode, cap, 1e-3) for mode in ("trajectory", "per-decision") for cap in (None, 0.9)]
+GATES: tuple[float | Literal["health"], ...] = (0.0, 1.0, 0.3, "health")
+
+
+# Naive twins in float64, by the definitions
+
+
+def naive_coefficients(estimator: Estimator, rewards: np.ndarray, discount: float, weights: np.ndarray) -> np.ndarray:
+    """c [agent, episode, time]; `weights` [agent, episode, time] are those of the steps up to each time."""
+    coefficients = np.zeros(rewards.shape)
+    num_agents, num_episodes, horizon = rewards.shape
+    for k in range(num_agents):
+        for i in range(num_episodes):
+            others = [j for j in range(num_episodes) if j != i]
+            for t in range(horizon):
+                for h in range(t if isinstance(estimator, GPOMDP) else 0, horizon):
+                    baseline = 0.0
+                    if estimator.baseline == "leave-one-out":
+                        baseline = sum(discount**h * rewards[k, j, h] for j in others) / len(others)
+                    weight = weights[k, i, h] if isinstance(estimator, GPOMDP) else weights[k, i, -1]
+                    coefficients[k, i, t] += weight * (discount**h * rewards[k, i, h] - baseline)
+    return coefficients
+
+
+def naive_weights(importance: ImportanceWeights, log_ratios: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """ω [agent, episode, time], after the cap."""
+    weights = np.zeros(log_ratios.shape)
+    for (*who, time), _ in np.ndenumerate(log_ratios):
+        steps = slice(None) if importance.mode == "trajectory" else slice(time + 1)
+        probability = np.prod(np.exp(now[*who, steps]))
+        weight = np.prod(np.exp(log_ratios[*who, steps])) * probability / (probability + importance.floor)
+        weights[*who, time] = weight if importance.cap is None else min(weight, importance.cap)
+    return weights
+
+
+def naive_health(importance: ImportanceWeights, log_ratios: np.ndarray) -> list[list[float]]:
+    """Per agent: largest ω before the cap, effective sample size after it, fraction above it."""
+    health = []
+    for of_agent in log_ratios:
+        plain = [np.exp(np.sum(of_episode)) for of_episode in of_agent]
+        cap = np.inf if importance.cap is None else importance.cap
+        capped = [min(weight, cap) for weight in plain]
+        sample = sum(capped) ** 2 / (len(capped) * sum(weight**2 for weight in capped))
+        health.append([max(plain), sample, sum(weight > cap for weight in plain) / len(plain)])
+    return health
+
+
+# Golden values
+
+
+def examples() -> tuple[np.ndarray, np.ndarray]:
+    """Rewards and log-ratios [2 agents, 4 episodes, 9 steps], 0 after each episode's end."""
+    rng = np.random.default_rng(0)
+    alive = np.arange(9) < np.array([[9, 3, 1, 6], [2, 9, 9, 5]])[..., None]
+    rewards, log_ratios = rng.normal(1, 2, alive.shape), rng.normal(0.1, 0.5, alive.shape)
+    return np.where(alive, rewards, 0).astype(np.float32), np.where(alive, log_ratios, 0).astype(np.float32)
+
+
+@jax.jit
+def all_coefficients(rewards: Array, log_weights: Array) -> list[tuple[Array, Array]]:
+    """Of every estimator, without weights and with."""
+    return [
+        (each.coefficients(rewards, 0.9, None), each.coefficients(rewards, 0.9, log_weights)) for each in ESTIMATORS
+    ]
+
+
+def test_coefficients_are_the_naive_ones() -> None:
+    rewards, log_ratios = examples()
+    log_weights = np.cumsum(log_ratios, axis=2)
+    for estimator, (plain, weighted) in zip(ESTIMATORS, all_coefficients(rewards, log_weights), strict=True):
+        ones, weights = np.ones(rewards.shape), np.exp(log_weights.astype(np.float64))
+        expected = naive_coefficients(estimator, rewards.astype(np.float64), 0.9, ones)
+        np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-5, err_msg=str(estimator))
+        expected = naive_coefficients(estimator, rewards.astype(np.float64), 0.9, weights)
+        np.testing.assert_allclose(weighted, expected, rtol=1e-5, atol=1e-5, err_msg=str(estimator))
+
+
+def chances(log_ratios: np.ndarray) -> np.ndarray:
+    """Log-probabilities of the steps whose ratios these are: about 1e-3 for the longest episodes."""
+    return np.where(log_ratios == 0, 0, np.random.default_rng(1).uniform(-1.5, 0, log_ratios.shape)).astype(np.float32)
+
+
+@jax.jit
+def all_log_weights(log_ratios: Array, now: Array) -> list[tuple[Array, Health]]:
+    return [importance.log_weights(log_ratios + now, now) for importance in IMPORTANCE + FLOORED]
+
+
+def test_importance_weights_with_a_floor_are_the_naive_ones() -> None:
+    _, log_ratios = examples()
+    now = chances(log_ratios)
+    found = all_log_weights(log_ratios, now)[len(IMPORTANCE) :]
+    for importance, (log_weights, _) in zip(FLOORED, found, strict=True):
+        expected = naive_weights(importance, log_ratios.astype(np.float64), now.astype(np.float64))
+        np.testing.assert_allclose(np.exp(log_weights), expected, rtol=2e-5, err_msg=str(importance))
+    certain = naive_weights(ImportanceWeights(), log_ratios.astype(np.float64), now.astype(np.float64))
+    assert np.min(np.exp(found[0][0]) / certain) < 0.6  # where an episode is long, the floor takes much away
+
+
+def test_importance_weights_and_their_health_are_the_naive_ones() -> None:
+    _, log_ratios = examples()
+    now = chances(log_ratios)
+    for importance, (log_weights, health) in zip(IMPORTANCE, all_log_weights(log_ratios, now), strict=False):
+        expected = naive_weights(importance, log_ratios.astype(np.float64), now)
+        np.testing.assert_allclose(np.exp(log_weights), expected, rtol=1e-5, err_msg=str(importance))
+        found = np.stack([health.largest, health.effective_sample, health.capped], axis=1)
+        np.testing.assert_allclose(found, naive_health(importance, log_ratios.astype(np.float64)), rtol=1e-5)
+        if importance.cap is not None:
+            assert np.any(expected == importance.cap)
+            assert np.any(found[:, 2] > 0)
+
+
+def test_huge_log_ratios_do_not_overflow_under_a_cap() -> None:
+    rewards, log_ratios = examples()
+    log_ratios[0, 3] = 0
+    log_ratios[0, :3, 0] = [500, -500, 500]
+    log_ratios[1, :, 0] = -500
+    now = np.zeros_like(log_ratios)
+    for importance, (log_weights, health) in zip(IMPORTANCE, all_log_weights(log_ratios, now), strict=False):
+        expected, cap = np.log(naive_weights(importance, log_ratios.astype(np.float64), now)), importance.cap
+        np.testing.assert_allclose(log_weights, expected, rtol=1e-5, atol=1e-5, err_msg=str(importance))
+        np.testing.assert_array_equal(health.largest, [np.inf, 0])
+        np.testing.assert_allclose(health.capped, [0 if cap is None else 0.5, 0])
+        sample = np.asarray(health.effective_sample)
+        assert np.all((sample >= 0.249) & (sample <= 1))
+        if cap is not None:
+            assert np.all(np.isfinite(all_coefficients(rewards, log_weights)))
+
+
+def test_weights_of_one_are_in_perfect_health() -> None:
+    perfect = Health.perfect(2)
+    same = np.zeros((2, 4, 9), np.float32)
+    for _, health in all_log_weights(same, same)[: len(IMPORTANCE)]:
+        for one, other in zip(jax.tree.leaves(health), jax.tree.leaves(perfect), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+# Sums of scores over two spans of time
+
+CLOCK = Clock(130)  # two spans
+SCORED = [CategoricalMLP(3, (5,), "tanh", num_actions=3), GaussianMLP(2, (3,), "tanh", action_size=2)]
+
+
+@cache
+def played(policy: Policy) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Parameters, previous parameters [2 agents, d] and episodes of arbitrary steps, with anything past their ends."""
+    rng = np.random.default_rng(1)
+    parameters = rng.normal(0, 0.5, (2, policy.dimension)).astype(np.float32)
+    previous = parameters + rng.normal(0, 0.04, parameters.shape).astype(np.float32)
+    lengths = np.array([[1, CLOCK.span, CLOCK.span + 1], [CLOCK.span - 1, 93, 12]], np.int32)
+    alive = np.arange(CLOCK.padded) < lengths[..., None]
+    observations = rng.normal(size=(*alive.shape, policy.observation_size)).astype(np.float32)
+    if isinstance(policy, CategoricalMLP):
+        actions = rng.integers(policy.num_actions, size=alive.shape).astype(np.int32)
+    else:
+        actions = rng.normal(size=(*alive.shape, policy.num_outputs)).astype(np.float32)
+    rewards = np.where(alive, rng.normal(1, 1, alive.shape), 0).astype(np.float32)
+    episodes = Episodes(*map(jnp.asarray, (observations, actions, rewards, rewards, lengths, lengths, np.max(lengths))))
+    at_play, _ = naive_steps(policy, parameters, episodes)
+    return parameters, previous, replace(episodes, log_probabilities=jnp.asarray(at_play, jnp.float32))
+
+
+@partial(jax.jit, static_argnums=0)
+def each_step(policy: Policy, parameters: Array, episodes: Episodes) -> tuple[Array, Array]:
+    """log π [agent, episode, time] and ∇log π [agent, episode, time, d], one step at a time."""
+
+    def log_probability(parameters: Array, observation: Array, action: Array) -> Array:
+        weights = policy.unflatten(parameters)
+        return policy.log_probability(weights, policy.outputs(weights, observation), action)
+
+    over = jax.value_and_grad(log_probability)
+    for axes in ((None, 0, 0), (None, 0, 0), (0, 0, 0)):
+        over = jax.vmap(over, axes)
+    return over(parameters, episodes.observations, episodes.actions)
+
+
+def naive_steps(policy: Policy, parameters: np.ndarray, episodes: Any) -> tuple[np.ndarray, np.ndarray]:
+    """log π and ∇log π of every step, 0 after the end."""
+    values, scores = each_step(policy, jnp.asarray(parameters), episodes)
+    alive = np.arange(CLOCK.padded) < np.asarray(episodes.lengths)[..., None]
+    return np.where(alive, values, 0).astype(np.float64), np.where(alive[..., None], scores, 0).astype(np.float64)
+
+
+def naive_gradient(scores: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
+    gradients = np.zeros((scores.shape[0], scores.shape[-1]))
+    for (agent, episode, time), coefficient in np.ndenumerate(coefficients):
+        gradients[agent] += coefficient * scores[agent, episode, time] / scores.shape[1]
+    return gradients
+
+
+@partial(jax.jit, static_argnums=0)
+def sums(policy: Policy, parameters: Array, episodes: Episodes, coefficients: Array) -> tuple[Array, Array]:
+    summed = weighted_scores(policy, parameters, episodes, coefficients, CLOCK)
+    return summed, log_probabilities(policy, parameters[0], episodes, CLOCK)
+
+
+@pytest.mark.parametrize("policy", SCORED, ids=str)
+def test_sums_of_scores_and_log_probabilities_are_those_of_single_steps(policy: Policy) -> None:
+    *both, episodes = played(policy)
+    # Not 0 past the ends: there, coefficients must not count.
+    coefficients = np.random.default_rng(2).normal(size=(2, *episodes.rewards.shape)).astype(np.float32)
+    summed, found = sums(policy, jnp.stack(both), episodes, coefficients)
+    np.testing.assert_allclose(found, naive_steps(policy, both[0], episodes)[0], rtol=1e-5, atol=1e-5)
+    for i, parameters in enumerate(both):
+        _, scores = naive_steps(policy, parameters, episodes)
+        np.testing.assert_allclose(summed[i], naive_gradient(scores, coefficients[i]), rtol=1e-4, atol=1e-4)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def all_gates(
+    policy: Policy,
+    estimator: Estimator,
+    importance: ImportanceWeights,
+    parameters: Array,
+    previous: Array,
+    direction: Array,
+    episodes: Episodes,
+) -> list[tuple[Array, Health]]:
+    return [
+        corrected_gradient(policy, parameters, previous, direction, episodes, estimator, importance, gate, 0.98, CLOCK)
+        for gate in GATES
+    ]
+
+
+CORRECTED = [
+    (SCORED[0], GPOMDP("leave-one-out"), ImportanceWeights("per-decision", cap=1.02)),
+    (SCORED[1], REINFORCE(), ImportanceWeights("trajectory")),
+]
+
+
+@pytest.mark.parametrize(("policy", "estimator", "importance"), CORRECTED)
+def test_the_correction_is_the_naive_one_at_every_gate(
+    policy: Policy, estimator: Estimator, importance: ImportanceWeights
+) -> None:
+    parameters, previous, episodes = played(policy)
+    direction = np.random.default_rng(3).normal(size=parameters.shape).astype(np.float32)
+    rewards = np.asarray(episodes.rewards, np.float64)
+    at_play, scores = naive_steps(policy, parameters, episodes)
+    before, scores_before = naive_steps(policy, previous, episodes)
+    log_ratios = before - at_play
+    weights = naive_weights(importance, log_ratios, at_play)
+    health = naive_health(importance, log_ratios)
+    here = naive_gradient(scores, naive_coefficients(estimator, rewards, 0.98, np.ones(rewards.shape)))
+    there = naive_gradient(scores_before, naive_coefficients(estimator, rewards, 0.98, weights))
+    assert np.linalg.norm(here - there) > 0.1 * np.linalg.norm(here)
+    found = all_gates(policy, estimator, importance, parameters, previous, direction, episodes)
+    for gate, (estimate, reported) in zip(GATES, found, strict=True):
+        opened = np.array(health)[:, 1:2] if gate == "health" else gate
+        expected = here + opened * (direction - there)
+        np.testing.assert_allclose(estimate, expected, rtol=1e-3, atol=1e-3, err_msg=str(gate))
+        np.testing.assert_allclose(np.stack(jax.tree.leaves(reported), axis=1), health, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("policy", "estimator", "importance"), CORRECTED)
+def test_a_correction_with_degenerate_weights_is_finite_if_capped_or_shut(
+    policy: Policy, estimator: Estimator, importance: ImportanceWeights
+) -> None:
+    parameters, _, episodes = played(policy)
+    # θ_{t−1} under which the episodes are e^500 times likelier, or less likely.
+    shifted = replace(
+        episodes, log_probabilities=episodes.log_probabilities.at[:, 0, 0].add(jnp.array([-500.0, 500.0]))
+    )
+    found = all_gates(policy, estimator, importance, parameters, parameters, np.zeros_like(parameters), shifted)
+    plain = all_gates(policy, estimator, importance, parameters, parameters, np.zeros_like(parameters), episodes)
+    np.testing.assert_array_equal(found[0][0], plain[0][0])
+    for estimate, health in found:
+        np.testing.assert_array_equal(health.largest[0], np.inf)
+        assert np.all(np.isfinite(health.effective_sample))
+        assert np.all(np.isfinite(estimate[1]))
+        if importance.cap is not None:
+            assert np.all(np.isfinite(estimate))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: REINFORCE("mean"), "baseline must be one of none, leave-one-out; got 'mean'"),  # pyright: ignore
+        (lambda: ImportanceWeights("step"), "mode must be one of trajectory, per-decision"),  # pyright: ignore
+        (lambda: ImportanceWeights(cap=0.0), "cap must be positive, got 0.0"),
+        (lambda: GPOMDP("leave-one-out").check(1), r"GPOMDP\(baseline='leave-one-out'\).* at least 2, got 1"),
+    ],
+)
+def test_impossible_estimators(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_possible_batches_pass_the_check() -> None:
+    GPOMDP("leave-one-out").check(2)
+    GPOMDP().check(1)
+
+
+# Unbiasedness, where all trajectories can be enumerated
+
+DISCOUNT, HORIZON = 0.8, 3
+MOVE = np.array([[0.2, 0.7], [0.4, 0.9]])  # [state, action]: how likely the next state is state 1
+STOP = np.array([[0.7, 0.1], [0.1, 0.6]])  # how likely the episode ends
+REWARD = np.array([[0.25, 2.0], [3.0, 0.25]])  # never 0: a control below tells steps past the end by their 0
+
+
+@dataclass(frozen=True)
+class TwoStates(Component):
+    """Two states, two actions; where it moves and whether it ends is up to chance."""
+
+    name = "TwoStates"
+    observation_size = 2
+    action_space = Discrete(2)
+    horizon = HORIZON
+    reward_threshold = None
+    noise_size = 2
+    has_loops = False
+
+    def reset(self, key: Array) -> Array:
+        return (jax.random.uniform(key) < 0.5).astype(jnp.int32)
+
+    def observe(self, state: Array) -> Numbers:
+        return (state == 0).astype(jnp.float32), (state == 1).astype(jnp.float32)
+
+    def step(self, state: Array, action: Numbers, noise: Numbers) -> tuple[Array, Array, Array]:
+        def entry(table: np.ndarray) -> Array:
+            first, second = (jnp.where(action[0] == 0, *map(float, row)) for row in table)
+            return jnp.where(state == 0, first, second)
+
+        move, stop, reward = map(entry, (MOVE, STOP, REWARD))
+        return (noise[0] < move).astype(jnp.int32), reward, noise[1] < stop
+
+
+POLICY = CategoricalMLP(2, (3,), "tanh", num_actions=2)
+# π(0|s) is 0.67 and 0.66 under θ_t, 0.28 and 0.40 under θ_{t−1}.
+PARAMETERS, STEP = np.random.default_rng(1).normal(0, [[0.5], [0.3]], (2, POLICY.dimension)).astype(np.float32)
+PREVIOUS = PARAMETERS + STEP
+
+
+def exact_return(parameters: np.ndarray) -> float:
+    """J(θ) = E Σ_h γ^h r_h, over all trajectories, in float64."""
+    inner, outer = parameters[:6].reshape(2, 3), parameters[9:15].reshape(3, 2)
+    outputs = np.tanh(np.eye(2) @ inner + parameters[6:9]) @ outer + parameters[15:]
+    policy = np.exp(outputs) / np.sum(np.exp(outputs), axis=1, keepdims=True)
+
+    def onward(state: int, step: int) -> float:
+        total = 0.0
+        for action in range(2) if step < HORIZON else ():
+            move, go_on = MOVE[state, action], 1 - STOP[state, action]
+            following = (1 - move) * onward(0, step + 1) + move * onward(1, step + 1)
+            total += policy[state, action] * (DISCOUNT**step * REWARD[state, action] + go_on * following)
+        return total
+
+    return (onward(0, 0) + onward(1, 0)) / 2
+
+
+def exact_gradient(parameters: np.ndarray, step: float = 1e-5) -> np.ndarray:
+    """∇J(θ), by central differences in float64."""
+    shifts = step * np.eye(len(parameters))
+    above, below = ([exact_return(parameters + sign * shift) for shift in shifts] for sign in (1, -1))
+    return (np.array(above) - np.array(below)) / (2 * step)
+
+
+@dataclass(frozen=True)
+class OwnMean(GPOMDP):
+    """Biased: the mean it subtracts includes the episode itself."""
+
+    def _centred(self, values: Array) -> Array:
+        return values - jnp.mean(values, axis=1, keepdims=True)
+
+
+@dataclass(frozen=True)
+class StoppedBaseline(GPOMDP):
+    """Biased: the baseline stops where the episode ends, and so depends on its actions."""
+
+    baseline: Any = "leave-one-out"
+
+    def _centred(self, values: Array) -> Array:
+        return jnp.where(values == 0, 0, super()._centred(values))
+
+
+@dataclass(frozen=True)
+class DiscountedFromNow(GPOMDP):
+    """Biased: every step's reward-to-go counts as if it were the first step's."""
+
+    def coefficients(self, rewards: Array, discount: float, log_weights: Array | None) -> Array:
+        return super().coefficients(rewards, discount, log_weights) / discount ** jnp.arange(rewards.shape[2])
+
+
+@dataclass(frozen=True)
+class Unweighted(ImportanceWeights):
+    """Biased: pretends that the episodes were played by θ_{t−1}."""
+
+    def log_weights(self, before: Array, now: Array) -> tuple[Array, Health]:
+        return super().log_weights(now, now)
+
+
+@dataclass(frozen=True)
+class Reversed(ImportanceWeights):
+    """Biased: the ratio upside down."""
+
+    def log_weights(self, before: Array, now: Array) -> tuple[Array, Health]:
+        return super().log_weights(now, before)
+
+
+TRAJECTORY, PER_DECISION = ImportanceWeights("trajectory"), ImportanceWeights("per-decision")
+UNBIASED = {str(estimator): (estimator, None) for estimator in ESTIMATORS} | {
+    f"{estimator}, {importance}": (estimator, importance)
+    for estimator in ESTIMATORS
+    for importance in (TRAJECTORY, PER_DECISION)
+    if isinstance(estimator, GPOMDP) or importance == TRAJECTORY
+}
+BIASED = {
+    "own mean": (OwnMean(), None),
+    "stopped baseline": (StoppedBaseline(), None),
+    "discounted from now": (DiscountedFromNow(), None),
+    "stopped baseline, weighted": (StoppedBaseline(), PER_DECISION),
+    "capped": (GPOMDP(), ImportanceWeights("trajectory", cap=1.5)),
+    "capped per decision": (GPOMDP(), ImportanceWeights("per-decision", cap=1.5)),
+    "unweighted": (GPOMDP(), Unweighted()),
+    "upside down": (GPOMDP(), Reversed()),
+}
+BATCHES = (2, 4, 8, 16, 32)
+SMALL_BATCH = 4
+NUM_AGENTS, NUM_SAMPLES = 3125, 4  # of small batches, these are 100,000
+
+
+@jax.jit
+def played_by(keys: Array) -> Episodes:
+    """Episodes of many agents at θ_t, in batches of the largest size."""
+    parameters = jnp.tile(PARAMETERS, (len(keys), 1))
+    return rollout(TwoStates(), POLICY, parameters, keys, num_episodes=max(BATCHES), horizon=HORIZON)
+
+
+@cache
+def sample(seed: int) -> Any:
+    """The same number each time, so that one program plays all."""
+    return jax.tree.map(np.asarray, played_by(jax.random.split(jax.random.key(seed), NUM_AGENTS)))
+
+
+def in_small_batches(episodes: Any) -> Any:
+    """As those of more agents: all play alike."""
+    return jax.tree.map(
+        lambda values: values.reshape(-1, SMALL_BATCH, *values.shape[2:]) if values.ndim else values, episodes
+    )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One of several estimators, or of several weights, chosen by data: one program for all of them."""
+
+    of: list[Any]
+    index: Array
+
+    def coefficients(self, *given: Any) -> Array:
+        return lax.switch(self.index, [lambda each=each: each.coefficients(*given) for each in self.of])
+
+    def log_weights(self, *given: Any) -> tuple[Array, Health]:
+        return lax.switch(self.index, [lambda each=each: each.log_weights(*given) for each in self.of])
+
+
+# Unlike the rest of the suite with some optimization: it runs for longer than it compiles.
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+def estimate_all(episodes: Episodes) -> dict[str, Array]:
+    """Of every estimator [agent, d]: of ∇J(θ_t), or where it weighs, of ∇J(θ_{t−1}), from episodes played at θ_t."""
+    clock, num_agents = Clock(HORIZON), len(episodes.lengths)
+    parameters, previous = (jnp.tile(theta, (num_agents, 1)) for theta in (PARAMETERS, PREVIOUS))
+    nothing = jnp.zeros_like(parameters)
+    cases = UNBIASED | BIASED
+    estimators = list(dict.fromkeys(estimator for estimator, _ in cases.values()))
+    weighted = {name: pair for name, pair in cases.items() if pair[1] is not None}
+
+    def plain(index: Array) -> Array:
+        estimator: Any = Chosen(estimators, index)
+        return gradient(POLICY, parameters, episodes, estimator, DISCOUNT, clock)
+
+    def corrected(index: Array) -> Array:
+        estimator: Any = Chosen([estimator for estimator, _ in weighted.values()], index)
+        importance: Any = Chosen([importance for _, importance in weighted.values()], index)
+        return corrected_gradient(
+            POLICY, parameters, previous, nothing, episodes, estimator, importance, 1.0, DISCOUNT, clock
+        )[0]
+
+    gradients = lax.map(plain, jnp.arange(len(estimators)))
+    corrections = dict(zip(weighted, lax.map(corrected, jnp.arange(len(weighted))), strict=True))
+    estimates = {name: gradients[estimators.index(estimator)] for name, (estimator, _) in cases.items()}
+    return {name: estimates[name] - corrections.get(name, 0) for name in cases}
+
+
+@cache
+def estimates() -> dict[str, np.ndarray]:
+    samples = [estimate_all(in_small_batches(sample(seed))) for seed in range(NUM_SAMPLES)]
+    return {name: np.concatenate([each[name] for each in samples]) for name in UNBIASED | BIASED}
+
+
+def bias_in_standard_errors(estimates: np.ndarray, exact: np.ndarray) -> float:
+    """The largest over all coordinates, and along the exact gradient."""
+    along = exact / np.linalg.norm(exact)
+    errors = estimates.astype(np.float64) - exact
+    errors = np.column_stack([errors, errors @ along])
+    return float(np.max(np.abs(np.mean(errors, axis=0)) / (np.std(errors, axis=0) / np.sqrt(len(errors)))))
+
+
+def truth(importance: ImportanceWeights | None) -> np.ndarray:
+    return exact_gradient((PARAMETERS if importance is None else PREVIOUS).astype(np.float64))
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_estimators_are_unbiased(name: str) -> None:
+    exact = truth(UNBIASED[name][1])
+    assert bias_in_standard_errors(estimates()[name], exact) < 4.5
+    # Were it off by so little, it would show.
+    assert bias_in_standard_errors(1.025 * estimates()[name], exact) > 4.5
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_biased_estimators_are_found_out(name: str) -> None:
+    assert bias_in_standard_errors(estimates()[name], truth(BIASED[name][1])) > 9
+
+
+def test_baselines_and_weights_per_decision_lower_the_variance() -> None:
+    def variance(*names: object) -> float:
+        return float(np.sum(np.var(estimates()[", ".join(map(str, names))], axis=0)))
+
+    assert variance(GPOMDP()) < variance(REINFORCE())
+    assert variance(GPOMDP("leave-one-out")) < variance(GPOMDP())
+    assert variance(REINFORCE("leave-one-out")) < variance(REINFORCE())
+    assert variance(GPOMDP(), PER_DECISION) < variance(GPOMDP(), TRAJECTORY)
+
+
+# The variance of PAGE
+
+
+@jax.jit
+def page(episodes: Episodes, previous: Array, direction: Array) -> tuple[list[Array], Array]:
+    """PAGE estimates [agent, d] of every batch size, and those of the plain small batch of 4."""
+    clock, num_agents = Clock(HORIZON), len(episodes.lengths)
+    parameters, before, carried = (jnp.tile(vector, (num_agents, 1)) for vector in (PARAMETERS, previous, direction))
+
+    def estimate(size: int, gate: float) -> Array:
+        steps = episodes.steps
+        batch = replace(jax.tree.map(lambda values: values[:, :size] if values.ndim else values, episodes), steps=steps)
+        return corrected_gradient(
+            POLICY, parameters, before, carried, batch, GPOMDP(), TRAJECTORY, gate, DISCOUNT, clock
+        )[0]
+
+    return [estimate(size, 1.0) for size in BATCHES], estimate(4, 0.0)
+
+
+@cache
+def squared_errors(distance: float) -> tuple[list[float], float]:
+    """E‖ṽ − ∇J(θ_t)‖² of every batch size and of the plain batch, for ‖θ_t − θ_{t−1}‖ = distance and an exact v̂."""
+    previous = PARAMETERS + np.float32(distance / np.linalg.norm(STEP)) * STEP
+    direction = exact_gradient(previous.astype(np.float64)).astype(np.float32)
+    found, plain = page(sample(0), previous, direction)
+    exact = exact_gradient(PARAMETERS.astype(np.float64))
+
+    def error(estimates: Array) -> float:
+        return float(np.mean(np.sum(np.square(np.asarray(estimates, np.float64) - exact), axis=1)))
+
+    return [error(estimates) for estimates in found], error(plain)
+
+
+def slope(x: Any, y: Any) -> float:
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
+
+
+@pytest.mark.parametrize("distance", [0.1, 1.0])
+def test_pages_variance_falls_like_one_over_the_batch(distance: float) -> None:
+    errors, _ = squared_errors(distance)
+    assert slope(BATCHES, errors) == pytest.approx(-1, abs=0.05)
+
+
+def test_pages_variance_falls_like_the_squared_distance_and_a_plain_batchs_does_not() -> None:
+    distances = (0.01, 0.02, 0.05, 0.1)
+    errors = [squared_errors(distance) for distance in distances]
+    for i in range(len(BATCHES)):
+        assert slope(distances, [of_page[i] for of_page, _ in errors]) == pytest.approx(2, abs=0.1)
+    assert slope(distances, [plain for _, plain in errors]) == pytest.approx(0, abs=1e-6)
+    of_page, plain = errors[-1]
+    assert of_page[BATCHES.index(4)] < 0.1 * plain

@@ -1,0 +1,313 @@
+"""Every attack: one table of contracts, golden values from naive twins or by hand, and what each attack claims."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import twins
+
+from byzpg.robust import aggregators, attacks
+from byzpg.robust.attacks import Attack, FixedSet, Knowledge, RotatingSet
+
+K, D = 13, 6
+LIARS = (1, 4, 8)
+HONEST = tuple(k for k in range(K) if k not in LIARS)
+EVERYONE = jnp.arange(K)
+PHASES = ("gradients", "parameters")
+
+
+class Row(NamedTuple):
+    """One line of the table: an attack as constructed without options, and what it should be."""
+
+    attack: Attack
+    target: str | None = "gradients"  # None: its messages are honest
+    equivocates: bool = False
+    draws: bool = False  # its messages depend on the key
+
+
+TABLE = (
+    Row(attacks.NoAttack(), None),
+    *(Row(make(), None) for make in (attacks.RandomAction, attacks.RewardFlip, attacks.RandomReward)),
+    *(Row(make()) for make in (attacks.AvgZero, attacks.SignFlip, attacks.Zero, attacks.Mimic, attacks.IPM)),
+    *(Row(make()) for make in (attacks.ALIE, attacks.OptimalALIE, attacks.OptimalIPM, attacks.MinMax, attacks.MinSum)),
+    *(Row(make(), "both") for make in (attacks.NonFinite, attacks.Silent)),
+    Row(attacks.LargeNoise(), "both", equivocates=True, draws=True),
+    Row(attacks.Equivocate(), "both", equivocates=True),
+    Row(attacks.Dissensus(), "parameters", equivocates=True),
+    Row(attacks.MDAFooling(), "both", equivocates=True),
+)
+table = pytest.mark.parametrize("row", TABLE, ids=lambda row: type(row.attack).__name__)
+
+
+def known(seed=0, rule=None, dimension=D, key=0) -> Knowledge:
+    vectors = np.random.default_rng(seed).normal(0.5, 1, (K, dimension)).astype(np.float32)
+    rule = aggregators.Mean() if rule is None else rule
+    return Knowledge(jnp.asarray(vectors), jnp.asarray(LIARS), jnp.asarray(0), jax.random.key(key), rule, len(LIARS))
+
+
+def honest_rows(knowledge: Knowledge) -> np.ndarray:
+    return np.delete(np.asarray(knowledge.vectors, np.float64), np.asarray(knowledge.byzantine), axis=0)
+
+
+def told(attack: Attack, knowledge: Knowledge) -> np.ndarray:
+    return np.asarray(any_hook(attack)(knowledge, EVERYONE))
+
+
+def any_hook(attack: Attack) -> Callable[[Knowledge, jax.Array], jax.Array]:
+    """The hook by which the attack lies."""
+    return attack.gradients if getattr(attack, "target", None) == "gradients" else attack.parameters
+
+
+def close(left, right, tolerance=1e-5):
+    np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance)
+
+
+def test_the_table_is_complete():
+    public = {item for name, item in vars(attacks).items() if inspect.isclass(item) and not name.startswith("_")}
+    assert {item for item in public if issubclass(item, Attack)} == {
+        Attack,
+        attacks.MessageAttack,
+        *(type(row.attack) for row in TABLE),
+    }
+
+
+@table
+def test_message_contract(row):
+    attack, knowledge = row.attack, known()
+    assert getattr(attack, "target", None) == row.target
+    assert attack.needs_key == row.draws
+    eager = any_hook(attack)(knowledge, EVERYONE)
+    assert eager.shape == (K if row.equivocates else 1, len(LIARS), D)
+    assert eager.dtype == jnp.float32
+    ask = jax.jit(any_hook(attack))
+    jitted = ask(knowledge, EVERYONE)
+    close(jitted, eager)
+    np.testing.assert_array_equal(ask(knowledge, EVERYONE), jitted)
+    assert np.array_equal(ask(known(key=1), EVERYONE), jitted, equal_nan=True) != row.draws
+    # Asked one at a time, receivers are told what they are told together.
+    alone = np.concatenate([ask(knowledge, jnp.asarray([receiver])) for receiver in range(K)])
+    close(alone, np.broadcast_to(eager, (K, len(LIARS), D)))
+    assert np.array_equal(alone, np.tile(alone[:1], (K, 1, 1)), equal_nan=True) != row.equivocates
+
+
+@table
+def test_target_says_which_messages_lie(row):
+    knowledge, receivers = known(), jnp.asarray([0, K - 1])
+    truth, lie = np.asarray(knowledge.vectors)[None, LIARS], object()
+    assert np.allclose(told(row.attack, knowledge), truth) == (row.target is None)
+    if row.target is None:
+        for phase in PHASES:
+            np.testing.assert_array_equal(row.attack.messages(phase, knowledge, receivers), truth)
+        return
+    for target, phase in product((*PHASES, "both"), PHASES):
+        with mock.patch.object(type(row.attack), "lie", return_value=lie) as asked:
+            message = replace(row.attack, target=target).messages(phase, knowledge, receivers)
+        if target in (phase, "both"):
+            assert message is lie
+            asked.assert_called_once_with(knowledge, receivers)
+        else:
+            np.testing.assert_array_equal(message, truth)
+
+
+@table
+def test_unknown_options(row):
+    wrong_target = TypeError if row.target is None else ValueError  # an option it does not have
+    for error, bad in ((wrong_target, {"target": "rewards"}), (TypeError, {"strength": 3})):
+        with pytest.raises(error, match=r"target must be one of|unexpected keyword"):
+            type(row.attack)(**bad)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: replace(attacks.MinMax(), direction="up"),
+        lambda: attacks.LargeNoise(scale=0),
+        lambda: attacks.OptimalIPM(candidates=0),
+        lambda: attacks.Mimic(agent=len(HONEST)).lie(known(), EVERYONE),
+        lambda: attacks.OptimalALIE().lie(replace(known(), rule=None), EVERYONE),
+    ],
+)
+def test_bad_options(make):
+    with pytest.raises(ValueError, match=r"must be|needs a rule"):
+        make()
+
+
+@table
+def test_play_is_poisoned_only_where_announced(row):
+    action, uniform, reward, key = jnp.zeros(3), jnp.ones(3), jnp.arange(3.0), jax.random.key(0)
+    acts_honestly = row.attack.act(action, uniform) is action
+    records_honestly = row.attack.record(reward, key) is reward
+    assert row.attack.poisons_play == (not (acts_honestly and records_honestly))
+
+
+def test_poisoned_play():
+    action, uniform, reward, key = jnp.asarray(1), jnp.asarray(3), jnp.arange(3.0), jax.random.key(0)
+    assert attacks.RandomAction().act(action, uniform) == 3
+    np.testing.assert_array_equal(attacks.RewardFlip().record(reward, key), -reward)
+    noise = np.asarray(attacks.RandomReward(scale=2.0).record(jnp.full(20_000, 7.0), key))
+    assert_uniform(noise, 2.0)
+    assert not np.array_equal(noise, attacks.RandomReward(scale=2.0).record(jnp.full(20_000, 7.0), jax.random.key(1)))
+
+
+def assert_uniform(sample: np.ndarray, scale: float):
+    """Mean and variance of U(−a, a) within five standard errors: var x = a²/3, var x² = 4a⁴/45."""
+    n = sample.size
+    assert np.abs(sample).max() <= scale
+    assert abs(sample.mean(dtype=np.float64)) < 5 * scale / np.sqrt(3 * n)
+    assert abs(np.mean(np.square(sample, dtype=np.float64)) - scale**2 / 3) < 5 * scale**2 * np.sqrt(4 / 45 / n)
+
+
+# Golden values
+
+GOLDEN = (
+    (attacks.AvgZero(), twins.attack_avg_zero),
+    *((attacks.IPM(epsilon=e), lambda h, f, e=e: twins.attack_ipm(h, f, e)) for e in (0.5, 2.0)),
+    *((attacks.ALIE(z=z), lambda h, f, z=z: twins.attack_alie(h, f, z)) for z in (None, 1.5)),
+    *((attacks.MinMax(direction=p), lambda h, f, p=p: twins.attack_min_max(h, f, p)) for p in ("unit", "std", "sign")),
+    *((attacks.MinSum(direction=p), lambda h, f, p=p: twins.attack_min_sum(h, f, p)) for p in ("unit", "std", "sign")),
+    (attacks.Mimic(agent=2), lambda honest, f: honest[2]),
+    (attacks.Mimic(), lambda honest, f: honest[np.argmax(np.abs(np.linalg.svd(honest - honest.mean(0))[0][:, 0]))]),
+)
+
+
+@pytest.mark.parametrize(("attack", "twin"), GOLDEN, ids=lambda item: str(item) if isinstance(item, Attack) else "")
+def test_golden(attack, twin):
+    for knowledge in (known(1), known(2)):
+        close(told(attack, knowledge)[0], np.tile(twin(honest_rows(knowledge), len(LIARS)), (len(LIARS), 1)))
+
+
+def test_alie_factor():
+    for num_agents, f in ((5, 1), (13, 3), (20, 4), (25, 11), (50, 24)):
+        assert attacks.alie_factor(num_agents, f) == pytest.approx(twins.alie_z(num_agents, f))
+
+
+def test_golden_by_hand():
+    knowledge = known()
+    truth = np.asarray(knowledge.truth())[0]
+    np.testing.assert_array_equal(told(attacks.SignFlip(scale=3.0), knowledge), -3 * truth[None])
+    np.testing.assert_array_equal(told(attacks.Zero(), knowledge), 0 * truth[None])
+    poisoned = truth.copy()
+    poisoned[:, 0] = [np.nan, np.inf, -np.inf]
+    np.testing.assert_array_equal(told(attacks.NonFinite(), knowledge), poisoned[None])
+    assert np.isnan(told(attacks.Silent(), knowledge)).all()
+    halves = told(attacks.Equivocate(scale=2.0), knowledge)
+    np.testing.assert_array_equal(halves[:7], np.tile(truth, (7, 1, 1)))  # 13 receivers: 7 and 6
+    np.testing.assert_array_equal(halves[7:], np.tile(-2 * truth, (6, 1, 1)))
+
+
+def test_dissensus():
+    knowledge = known()
+    rows, honest = np.asarray(knowledge.vectors), honest_rows(knowledge)
+    lies = told(attacks.Dissensus(scale=0.7), knowledge)
+    for receiver in range(K):
+        close(lies[receiver], np.tile(twins.attack_dissensus(rows[receiver], honest, 3, 0.7), (3, 1)))
+    # With scale 1, plain averaging leaves every honest receiver where it is.
+    stuck = told(attacks.Dissensus(), knowledge)
+    for receiver in HONEST:
+        close((honest.sum(axis=0) + stuck[receiver].sum(axis=0)) / K, rows[receiver])
+
+
+# What attacks claim
+
+
+def test_avg_zero_makes_the_plain_mean_zero():
+    honest, lies = honest_rows(known()), told(attacks.AvgZero(), known())[0]
+    assert np.abs(honest.mean(axis=0)).max() > 0.1
+    close((honest.sum(axis=0) + lies.sum(axis=0)) / K, np.zeros(D), 1e-6)
+
+
+def test_large_noise_is_uniform_and_fresh_for_every_receiver():
+    knowledge = known(dimension=2000)
+    noise = told(attacks.LargeNoise(), knowledge)
+    assert_uniform(noise, 1000.0)
+    streams = noise.reshape(K * len(LIARS), -1) / np.linalg.norm(noise, axis=2).reshape(-1, 1)
+    assert np.abs(np.triu(streams @ streams.T, 1)).max() < 6 / np.sqrt(2000)  # no two senders or receivers alike
+    close(told(attacks.LargeNoise(scale=1.0), knowledge), noise / 1000)
+
+
+def test_mda_fooling_is_accepted_and_as_long_as_it_can_be():
+    knowledge = known()
+    honest, rows = honest_rows(knowledge), np.asarray(knowledge.vectors)
+    inner = honest[twins.mda_subset(honest, len(LIARS))]  # K − 2f of the K − f honest
+    limit, middle = twins.diameter(inner), inner.mean(axis=0)
+    lies = told(attacks.MDAFooling(), knowledge)
+    assert not np.allclose(lies[0], lies[-1])  # there for one half of the receivers, back for the other
+    for receiver in HONEST:
+        assert np.ptp(lies[receiver], axis=0).max() == 0
+        step = lies[receiver, 0] - middle
+        assert np.linalg.norm(middle + step - inner, axis=1).max() <= limit * (1 + 1e-5)
+        assert np.linalg.norm(middle + 1.05 * step - inner, axis=1).max() > limit
+        received = rows.copy()
+        received[list(LIARS)] = lies[receiver]
+        weights = aggregators.MDA().weights(jnp.asarray(received), num_byzantine=len(LIARS))
+        assert (np.asarray(weights)[list(LIARS)] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("search", "rule"),
+    [
+        (attacks.OptimalALIE(candidates=6), aggregators.Krum()),
+        (attacks.OptimalIPM(largest=4.0, candidates=6), aggregators.TrimmedMean()),
+    ],
+    ids=str,
+)
+def test_line_search_finds_the_worst_factor(search, rule):
+    lie = jax.jit(search.lie)
+    sizes = search.largest / 2.0 ** np.arange(search.candidates)
+    factors = np.append(-sizes, sizes)
+    inner_product = isinstance(search, attacks.OptimalIPM)
+    plain = [attacks.IPM(epsilon=-1 - t) if inner_product else attacks.ALIE(z=-t) for t in factors]
+    gains = []
+    for knowledge in (known(seed, rule) for seed in range(3)):
+        honest = honest_rows(knowledge)
+        mean = honest.mean(axis=0)
+        direction = mean if inner_product else honest.std(axis=0)
+
+        def damage(lie, knowledge=knowledge, mean=mean):
+            received = knowledge.vectors.at[knowledge.byzantine].set(lie)
+            return np.sum((np.asarray(rule(received, num_byzantine=len(LIARS))) - mean) ** 2)
+
+        found = np.asarray(lie(knowledge, EVERYONE))[0]
+        factor = (found[0] - mean) @ direction / (direction @ direction)
+        assert np.abs(factors / factor - 1).min() < 1e-3
+        harm = [damage(told(attack, knowledge)[0]) for attack in plain]
+        np.testing.assert_allclose(harm, [damage(mean + t * direction) for t in factors], rtol=1e-3)
+        assert damage(found) == pytest.approx(max(harm), rel=1e-3)
+        gains.append(max(harm) / min(harm))
+    assert max(gains) > 1.5  # there was something to search for
+
+
+# Who is Byzantine
+
+
+def test_fixed_set():
+    key = jax.random.key(0)
+    for iteration in (0, 7):
+        np.testing.assert_array_equal(FixedSet()(K, 3, iteration, key), [10, 11, 12])
+        np.testing.assert_array_equal(FixedSet((8, 1, 4))(K, 3, iteration, key), LIARS)
+
+
+@pytest.mark.parametrize("members", [(1, 4), (1, 4, 13), (-1, 4, 8), (1, 1, 4), (1, 1, 4, 8)])
+def test_fixed_set_refuses_bad_members(members):
+    with pytest.raises(ValueError, match="members must be 3 different"):
+        FixedSet(members)(K, 3, 0, jax.random.key(0))
+
+
+def test_rotating_set():
+    key = jax.random.key(3)
+    draw = jax.jit(lambda iteration: RotatingSet(period=5)(K, 3, iteration, key))
+    drawn = np.asarray([draw(t) for t in range(200)])
+    assert (np.diff(drawn, axis=1) > 0).all()  # distinct, in order
+    np.testing.assert_array_equal(drawn[0::5], drawn[4::5])
+    assert len(np.unique(drawn[::5], axis=0)) > 30  # of 40 periods
+    assert set(drawn.ravel()) == set(range(K))
+    np.testing.assert_array_equal(RotatingSet(period=5)(K, 3, 17, key), drawn[17])
+    with pytest.raises(ValueError, match="period must be a positive whole number"):
+        RotatingSet(period=0)

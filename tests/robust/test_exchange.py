@@ -1,0 +1,387 @@
+"""One round of messages: what each receiver gets is the rule applied to exactly what that receiver holds."""
+
+import importlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import twins
+
+from byzpg.robust import aggregators, agreement, attacks
+from byzpg.robust.attacks import Knowledge
+from byzpg.robust.exchange import exchange
+from byzpg.robust.least_diameter import SearchLimitError
+
+# `byzpg.robust.exchange`, the attribute, is the function.
+module = importlib.import_module("byzpg.robust.exchange")
+
+K, D, F = 11, 7, 2
+LIARS = (1, 6)
+HONEST = [k for k in range(K) if k not in LIARS]
+KEY = jax.random.key(11)
+
+
+def true_vectors() -> np.ndarray:
+    return (2 + np.random.default_rng(0).normal(size=(K, D))).astype(np.float32)
+
+
+def ask(rule, attack, phase: Any = "gradients", attackers=LIARS, vectors=None, f: Any = F, **options) -> Any:
+    vectors = true_vectors() if vectors is None else vectors
+    byzantine = np.asarray(attackers, np.int32)
+    options = {"key": KEY, **options}
+    return exchange(rule, vectors, byzantine=byzantine, attack=attack, num_byzantine=f, phase=phase, **options)
+
+
+@partial(jax.jit, static_argnames=("attack", "phase", "rule"))
+def messages(attack, phase, attackers, vectors, receivers, rule) -> jax.Array:
+    knowledge = Knowledge(vectors, attackers, jnp.asarray(0), jax.random.fold_in(KEY, 0), rule, F)
+    told = attack.messages(phase, knowledge, receivers)
+    return jnp.broadcast_to(told, (len(receivers), *told.shape[1:]))
+
+
+def held(attack, phase, attackers, vectors, receivers, rule=None) -> np.ndarray:
+    """What each of `receivers` holds [r, K, d]: the truth, but the attack's message from every attacker except itself."""
+    rule = rule if attack.uses_rule else None
+    told = np.asarray(messages(attack, phase, np.asarray(attackers), vectors, np.asarray(receivers), rule))
+    rows = np.tile(np.asarray(vectors), (len(receivers), 1, 1))
+    for position, receiver in enumerate(receivers):
+        for attacker, message in zip(attackers, told[position], strict=True):
+            if attacker != receiver:
+                rows[position, attacker] = message
+    return rows
+
+
+@jax.jit
+def key_of(receiver) -> jax.Array:
+    """The key that `exchange` gives this receiver."""
+    return jax.random.fold_in(jax.random.fold_in(KEY, 1), receiver)
+
+
+@jax.jit
+def bucket_order(receiver) -> jax.Array:
+    return jax.random.permutation(key_of(receiver), K)
+
+
+def monna(rows, receiver) -> np.ndarray:
+    """Its pivot is the receiver's own row, where there is one, else Krum's choice."""
+    pivot = receiver if receiver < K else int(np.argmin(twins.krum_scores(rows.astype(np.float64), K - F)))
+    return twins.monna(rows, F, pivot=pivot)
+
+
+def among_usable(change, inner):
+    """A pre-aggregator: the inner twin on the changed usable rows."""
+
+    def twin(rows, receiver) -> np.ndarray:
+        usable, f, _ = twins.present_rows(rows, F)
+        return inner(change(usable, f), f)
+
+    return twin
+
+
+def in_buckets(inner):
+    return lambda rows, receiver: inner(twins.buckets(rows, np.asarray(bucket_order(receiver)), 2), F)
+
+
+# What a receiver makes of its rows, in float64 straight from the definition.
+TWINS = {
+    aggregators.Mean(): lambda rows, receiver: twins.mean(rows, F),
+    aggregators.Krum(): lambda rows, receiver: twins.krum(rows, F),
+    aggregators.MoNNA(): monna,
+    aggregators.Median(): lambda rows, receiver: twins.median(rows, F),
+    aggregators.TrimmedMean(): lambda rows, receiver: twins.trimmed_mean(rows, F),
+    aggregators.Bulyan(): lambda rows, receiver: twins.bulyan(rows, F),
+    aggregators.NNM(aggregators.Median()): among_usable(twins.nnm, twins.median),
+    aggregators.ARC(aggregators.TrimmedMean()): among_usable(twins.arc, twins.trimmed_mean),
+    aggregators.Bucketing(aggregators.Mean(), size=2): in_buckets(twins.mean),
+    aggregators.Bucketing(aggregators.Median(), size=2): in_buckets(twins.median),
+    agreement.GDA(): lambda rows, receiver: twins.agree_gda(rows, receiver, F),
+    agreement.MDA(): lambda rows, receiver: twins.agree_mda(rows, receiver, F),
+    agreement.TrimmedMeanAgreement(): lambda rows, receiver: twins.agree_trimmed_mean(rows, receiver, F),
+}
+
+
+def by_hand(rule, rows, receiver) -> np.ndarray:
+    """The rule on one receiver's rows. RFA stops short of its limit, so it is its own twin."""
+    if rule in TWINS:
+        return TWINS[rule](rows, receiver)
+    return np.asarray(rule(rows, num_byzantine=F, key=key_of(receiver)))
+
+
+def assert_law(results, rule, attack, phase="gradients", attackers=LIARS, vectors=None, tolerance=1e-4):
+    vectors = true_vectors() if vectors is None else vectors
+    assert results.shape == vectors.shape
+    for receiver, rows in enumerate(held(attack, phase, attackers, vectors, range(K), rule)):
+        np.testing.assert_allclose(results[receiver], by_hand(rule, rows, receiver), rtol=tolerance, atol=tolerance)
+
+
+@dataclass(frozen=True)
+class HalfSilent(attacks.Equivocate):
+    """Nothing to every other receiver, −1 × the truth to the rest."""
+
+    def lie(self, knowledge, receivers):
+        return jnp.where(receivers[:, None, None] % 2, jnp.nan, -knowledge.truth())
+
+
+MEAN, HONESTLY = aggregators.Mean(), attacks.NoAttack()
+NOISE, SPLIT = attacks.LargeNoise(), attacks.Equivocate(scale=3.0)
+BUCKETS = aggregators.Bucketing(MEAN, size=2)
+LAW = (
+    (aggregators.Mean(), attacks.SignFlip(), "gradients"),
+    (aggregators.RFA(), HalfSilent(), "gradients"),
+    (aggregators.RFA(), attacks.AvgZero(), "gradients"),
+    (aggregators.Krum(), attacks.NonFinite(), "parameters"),
+    (aggregators.Krum(), attacks.NoAttack(), "gradients"),
+    (aggregators.MoNNA(), attacks.IPM(), "gradients"),
+    (aggregators.Median(), NOISE, "parameters"),
+    (aggregators.Median(), attacks.Silent(), "gradients"),
+    (aggregators.TrimmedMean(), attacks.NonFinite(), "gradients"),
+    (aggregators.TrimmedMean(), attacks.LargeNoise(target="parameters"), "gradients"),
+    (aggregators.Bulyan(), SPLIT, "gradients"),
+    (aggregators.NNM(aggregators.RFA()), attacks.Silent(), "parameters"),
+    (aggregators.NNM(aggregators.Median()), SPLIT, "parameters"),
+    (aggregators.ARC(aggregators.TrimmedMean()), attacks.SignFlip(scale=9.0), "gradients"),
+    (BUCKETS, SPLIT, "gradients"),
+    (aggregators.Bucketing(aggregators.Median(), size=2), attacks.IPM(), "gradients"),
+    (agreement.GDA(), attacks.Dissensus(), "parameters"),
+    (agreement.GDA(), attacks.AvgZero(), "parameters"),
+    (agreement.TrimmedMeanAgreement(), HalfSilent(), "parameters"),
+)
+
+
+@pytest.mark.parametrize(("rule", "attack", "phase"), LAW, ids=str)
+def test_every_receiver_gets_the_rule_of_what_it_holds(rule, attack, phase):
+    assert_law(ask(rule, attack, phase)[0], rule, attack, phase)
+
+
+@pytest.mark.parametrize("attack", [NOISE, attacks.AvgZero(), attacks.Dissensus(target="both")], ids=str)
+def test_without_byzantine_agents_everyone_is_heard(attack):
+    expected = true_vectors().mean(axis=0)
+    np.testing.assert_allclose(ask(MEAN, attack, attackers=())[0], np.tile(expected, (K, 1)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rule", "attack"), [(aggregators.MoNNA(), SPLIT), (BUCKETS, attacks.SignFlip())], ids=str)
+def test_at_the_server_every_liar_lies(rule, attack):
+    result, diagnostics = ask(rule, attack, at_server=True, diagnose=True)
+    (rows,) = held(attack, "gradients", LIARS, true_vectors(), [K])
+    expected = by_hand(rule, rows, K)
+    assert result.shape == (D,)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+    error = np.sum((expected - true_vectors()[HONEST].mean(axis=0)) ** 2)
+    np.testing.assert_allclose(diagnostics.error, [error], rtol=1e-3, atol=1e-6)
+
+
+def test_byzantine_receivers_keep_their_own_truth():
+    np.testing.assert_allclose(ask(agreement.NoAgreement(), NOISE, "parameters")[0], true_vectors(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [agreement.NoAgreement(), agreement.GDA()], ids=str)
+def test_an_agent_whose_own_vector_is_not_finite_gets_no_other_vector_for_it(rule):
+    vectors = true_vectors()
+    vectors[5, 2] = np.nan
+    results = np.asarray(ask(rule, attacks.NoAttack(), attackers=(1,), vectors=vectors)[0])
+    assert np.isnan(results[5]).all()
+    assert np.isfinite(np.delete(results, 5, axis=0)).all()
+
+
+@pytest.mark.parametrize("rule", [aggregators.Krum(), agreement.MDA()], ids=str)
+def test_a_diverged_honest_agent_does_not_drown_the_others(rule):
+    vectors = 10 + np.float32(1e-3) * true_vectors()
+    vectors[0] = 1e6
+    results, _ = ask(rule, attacks.NoAttack(), attackers=(1,), vectors=vectors)
+    assert_law(results, rule, attacks.NoAttack(), attackers=(1,), vectors=vectors, tolerance=1e-6)
+
+
+@dataclass(frozen=True)
+class OnlyGradients(attacks.Attack):
+    """An attack of a user's own that overrides one hook and equivocates in it."""
+
+    def gradients(self, knowledge, receivers):
+        return receivers[:, None, None] * jnp.ones_like(knowledge.truth())
+
+
+def test_an_attack_may_override_one_hook():
+    rule, attack = aggregators.Mean(), OnlyGradients()
+    assert_law(ask(rule, attack)[0], rule, attack)
+    assert_law(ask(rule, attack, "parameters")[0], rule, attack, "parameters")
+
+
+def test_all_but_one_may_be_byzantine():
+    vectors = np.asarray([[1.0], [3.0]], np.float32)
+    results, _ = exchange(MEAN, vectors, byzantine=[0], attack=attacks.Zero(), num_byzantine=1)
+    np.testing.assert_allclose(results, [[2.0], [1.5]])
+
+
+def test_own_rows_reach_a_rule_inside_another():
+    rule, attack = aggregators.Clipping(aggregators.MoNNA(), threshold=1e6), attacks.Equivocate()
+    np.testing.assert_allclose(ask(rule, attack)[0], ask(aggregators.MoNNA(), attack)[0], rtol=1e-5)
+
+
+def test_a_search_cut_short_is_a_clear_error():
+    rows = np.random.default_rng(0).normal(size=(17, 3)).astype(np.float32)  # too many subsets to list
+    with pytest.raises(SearchLimitError, match="node_limit = 2"):
+        exchange(agreement.MDA(node_limit=2), rows, byzantine=[0], attack=HONESTLY, num_byzantine=4)
+
+
+def test_too_few_usable_vectors_give_nan():
+    # Two are silent and one is declared: honest receivers lack one vector; an attacker knows its own and has enough.
+    results = np.asarray(ask(aggregators.Mean(), attacks.Silent(), attackers=(1, 4), f=1)[0])
+    assert np.isnan(np.delete(results, (1, 4), axis=0)).all()
+    assert np.isfinite(results[[1, 4]]).all()
+
+
+# Diagnostics
+
+
+def test_diagnostics():
+    rule, vectors = agreement.MDA(), true_vectors().astype(np.float64)
+    honest = vectors[HONEST]
+    results, diagnostics = ask(rule, NOISE, "parameters", diagnose=True)
+    assert_law(results, rule, NOISE, "parameters")
+    results = np.asarray(results)
+    error = np.sum((results - honest.mean(axis=0)) ** 2, axis=1)
+    np.testing.assert_allclose(diagnostics.error, error, rtol=1e-3, atol=1e-6)
+    pairs = twins.squared_distances(honest)
+    np.testing.assert_allclose(diagnostics.honest_variance, pairs.sum() / (9 * 8), rtol=1e-5)
+    np.testing.assert_allclose(diagnostics.diameter_before, np.sqrt(pairs.max()), rtol=1e-5)
+    np.testing.assert_allclose(diagnostics.diameter_after, twins.diameter(results[HONEST]), atol=1e-5)
+    weights = np.asarray(diagnostics.weights)
+    rows = held(NOISE, "parameters", LIARS, true_vectors(), range(K))
+    chosen = [np.isin(np.arange(K), twins.mda_subset(each, F)) for each in rows]
+    np.testing.assert_allclose(weights, np.asarray(chosen) / (K - F), atol=1e-6)
+    for receiver in range(K):
+        assert (weights[receiver, [attacker for attacker in LIARS if attacker != receiver]] == 0).all()
+    assert ask(MEAN, attacks.SignFlip())[1] is None
+
+
+def test_diagnostics_where_one_result_stands_for_many():
+    results, diagnostics = ask(aggregators.TrimmedMean(), attacks.SignFlip(), diagnose=True)
+    assert diagnostics.weights is None
+    assert diagnostics.diameter_after == 0  # all honest receivers hold the same
+    honest_mean = true_vectors()[HONEST].mean(axis=0)
+    np.testing.assert_allclose(diagnostics.error, np.sum((np.asarray(results) - honest_mean) ** 2, axis=1), rtol=1e-3)
+    weights = ask(aggregators.Mean(), attacks.Silent(), diagnose=True)[1].weights
+    expected = np.asarray([[j in HONEST or j == receiver for j in range(K)] for receiver in range(K)])
+    np.testing.assert_allclose(weights, expected / expected.sum(axis=1, keepdims=True), rtol=1e-6)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: ask(MEAN, HONESTLY, vectors=np.zeros(D, np.float32)), "two axes"),
+        (lambda: ask(MEAN, HONESTLY, "rewards"), "phase must be"),
+        (lambda: ask(MEAN, NOISE, key=None), "pass key"),
+        (lambda: ask(aggregators.Bucketing(MEAN), HONESTLY, key=None), "pass key"),
+        (lambda: ask(aggregators.Krum(), HONESTLY, f=3), "f < K/4"),
+        (lambda: ask(agreement.GDA(), HONESTLY, f=3), "f < K/5"),
+        (lambda: ask(MEAN, HONESTLY, f=-1), "negative"),
+        (lambda: ask(MEAN, HONESTLY, attackers=range(K)), "fewer than K = 11"),
+        (lambda: ask(MEAN, HONESTLY, attackers=(1, 1)), "different agents of 0 to 10"),
+        (lambda: ask(MEAN, HONESTLY, attackers=(11,)), "different agents of 0 to 10"),
+        (lambda: ask(agreement.GDA(), HONESTLY, at_server=True), "a server has none"),
+    ],
+)
+def test_bad_input(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def test_bad_types():
+    for bad in ({"f": 3.0}, {"vectors": [[1.0]]}, {"vectors": np.zeros((K, D), int)}):
+        with pytest.raises(TypeError, match="must be"):
+            ask(MEAN, HONESTLY, **bad)
+
+
+# Cost: how often things are compiled, and how large they get
+
+
+@dataclass(frozen=True)
+class TracedMean(aggregators.Mean):
+    traces: ClassVar[list] = []
+
+    def coefficients(self, cloud, num_byzantine, key):
+        self.traces.append(cloud.num_points)
+        return super().coefficients(cloud, num_byzantine, key)
+
+
+def test_one_compile_for_all_byzantine_sets_of_one_size():
+    for iteration, attackers in enumerate([(0, 1), (1, 6), (3, 10)]):
+        results, _ = ask(TracedMean(), SPLIT, attackers=attackers, iteration=iteration)
+        assert_law(results, MEAN, SPLIT, attackers=attackers)
+    assert len(TracedMean.traces) == 1
+
+
+@dataclass(frozen=True)
+class WatchedSplit(attacks.Equivocate):
+    """Equivocate, noting how many receivers it was asked for at once."""
+
+    asked: ClassVar[list] = []
+
+    def lie(self, knowledge, receivers):
+        self.asked.append(len(receivers))
+        return super().lie(knowledge, receivers)
+
+
+@pytest.fixture
+def group_bytes(monkeypatch):
+    """A function that sets GROUP_BYTES, which is read when `exchange` is traced."""
+
+    def set_to(size):
+        monkeypatch.setattr(module, "GROUP_BYTES", size)
+        module._exchange.clear_cache()
+
+    yield set_to
+    module._exchange.clear_cache()
+
+
+WATCHED = WatchedSplit(scale=3.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "attack", "size"),
+    [
+        (agreement.GDA(), WATCHED, 15_500),  # three groups of four, so one receiver is asked twice
+        (agreement.GDA(), WATCHED, 1),  # one by one
+        (aggregators.TrimmedMean(), attacks.SignFlip(), 7500),  # one for the honest, and each attacker
+        (BUCKETS, attacks.SignFlip(), 250),
+    ],
+    ids=str,
+)
+def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
+    WATCHED.asked.clear()
+    group_bytes(size)
+    results, _ = ask(rule, attack)
+    # First it is asked for the shape of its answer to everyone, then for messages.
+    assert WATCHED.asked == {15_500: [K, 4], 1: [K, 1]}.get(size, [])
+    assert_law(results, rule, attack)
+
+
+def largest_intermediate(rule, attack) -> int:
+    """Elements of the largest array in the program of one exchange, d = 64."""
+
+    def arrays(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (variable.aval.size for variable in equation.outvars)
+            for leaf in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda item: hasattr(item, "eqns")):
+                inner = getattr(leaf, "jaxpr", leaf)
+                if hasattr(inner, "eqns"):
+                    yield from arrays(inner)
+
+    program = jax.make_jaxpr(lambda vectors: ask(rule, attack, vectors=vectors)[0])
+    return max(arrays(program(jnp.zeros((K, 64))).jaxpr))
+
+
+def test_lies_do_not_cost_k_copies(group_bytes):
+    copies = K * len(LIARS) * 64
+    for rule in (aggregators.RFA(), aggregators.TrimmedMean(), aggregators.Krum()):
+        assert largest_intermediate(rule, attacks.SignFlip()) < min(copies, K**3)  # K Gram matrices are K³
+    assert largest_intermediate(aggregators.RFA(), SPLIT) >= copies  # it would be noticed
+    group_bytes(1)
+    for rule in (aggregators.RFA(), aggregators.TrimmedMean()):
+        assert largest_intermediate(rule, SPLIT) < copies
