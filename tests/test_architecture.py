@@ -1,83 +1,125 @@
 """The shape of the package: imports point one way, only the command line prints, README and CI say the same."""
 
 import ast
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import byzpg
+
 ROOT = Path(__file__).parent.parent
+SOURCES = ROOT / "src" / "byzpg"
+# Each may import what stands above it. Packages import each other's modules; their own modules may import each other.
 ORDER = [
-    "files",
-    "components",
-    "cluster",
-    "order_statistics",
-    "clouds",
-    "least_diameter",
-    "rules",
-    "aggregators",
-    "agreement",
-    "attacks",
-    "exchange",
-    "robustness",
-    "coin",
-    "published",
-    "spaces",
+    "_files",
+    "robust",
     "envs",
-    "policies",
-    "kernels",
-    "rollouts",
-    "lockstep",
-    "gradients",
-    "registry",
-    "algorithms",
-    "simulate",
+    "learning",
+    "federation",
+    "_registry",
     "config",
     "runs",
     "training",
-    "learner",
     "play",
-    "statistics",
     "experiments",
-    "results",
-    "summaries",
-    "figures",
-    "report",
-    "sweeps",
     "live",
     "engines",
     "cli",
 ]
+# Exceptions within that order. Tasks may use what all components share, and nothing else of `robust`. A member behind a
+# network needs neither the simulator nor the trainer.
+ONLY = {"robust": set(), "envs": {"robust.components"}}
+NEVER = {
+    "live": {"federation.simulator", "training"},
+    "engines/flower": {"federation.simulator", "training"},
+    "config": {"federation.simulator", "federation.members", "federation.devices"},
+}
 
 
-def imported_modules(tree: ast.Module) -> set[str]:
-    """The byzpg modules a file imports."""
+def imported_modules(path: Path) -> set[str]:
+    """The modules of byzpg that a file imports, without the leading `byzpg.`."""
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "byzpg":
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("byzpg."):
-            names.add(str(node.module).split(".")[1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "byzpg":
+            assert node.module is not None
+            assert node.level == 0
+            for alias in node.names:
+                module = ROOT / "src" / node.module.replace(".", "/") / alias.name
+                is_module = module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()
+                names.add(f"{node.module}.{alias.name}" if is_module else node.module)
         elif isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("byzpg.")}
-    return names
+            names |= {alias.name for alias in node.names if alias.name.split(".")[0] == "byzpg"}
+    return {name.removeprefix("byzpg").removeprefix(".") for name in names} - {""}
 
 
-SOURCES = ROOT / "src" / "byzpg"
+FILES = sorted(path for path in SOURCES.rglob("*.py") if path.name != "__main__.py")
+FILES.remove(SOURCES / "__init__.py")
 
 
-@pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCES)))
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCES)))
 def test_imports_point_one_way_and_only_the_command_line_prints(path: Path) -> None:
+    inside = path.relative_to(SOURCES)
+    home = inside.parts[0].removesuffix(".py")
+    imported = imported_modules(path)
+    allowed = {*ORDER[: ORDER.index(home)], *([home] if path.parent != SOURCES else [])}
+    assert {name.split(".")[0] for name in imported} <= allowed
+    if home in ONLY:
+        assert {name for name in imported if name.split(".")[0] != home} <= ONLY[home]
+    for part, forbidden in NEVER.items():
+        if str(inside).startswith(part):
+            assert not imported & forbidden
     tree = ast.parse(path.read_text())
-    module = path.relative_to(SOURCES).parts[0].removesuffix(".py")
-    if module in ("__init__", "__main__"):
-        return
-    itself = {module} if path.parent != SOURCES else set()  # a folder's files may import each other
-    assert imported_modules(tree) <= set(ORDER[: ORDER.index(module)]) | itself
     prints = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "print"]
     assert not prints, "use the console of cli"
+    if home != "cli":
+        texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        flags = [text for text in texts if re.search(r"(?<![\w(-])--[a-z]", text) and not text.startswith("--")]
+        assert not flags, "only cli knows a flag"
+
+
+def test_every_module_has_its_place() -> None:
+    assert {path.relative_to(SOURCES).parts[0].removesuffix(".py") for path in FILES} == set(ORDER)
+
+
+def test_the_file_of_an_import_is_found() -> None:
+    found = imported_modules(SOURCES / "federation" / "simulator.py")
+    assert {"envs.host", "federation.algorithms", "robust.exchange", "learning.rollouts"} <= found
+    assert "training" in imported_modules(SOURCES / "__init__.py")
+
+
+def test_no_public_function_hides_a_module() -> None:
+    program = """
+import importlib, pkgutil, types, byzpg
+for found in pkgutil.walk_packages(byzpg.__path__, "byzpg."):
+    package, _, name = found.name.rpartition(".")
+    if name == "__main__" or found.name.startswith(("byzpg.engines.", "byzpg.live.")):
+        continue
+    module = importlib.import_module(found.name)
+    assert getattr(importlib.import_module(package), name) is module, found.name
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_public_names_of_a_package_are_there() -> None:
+    for name in ("byzpg", "byzpg.robust", "byzpg.envs", "byzpg.learning", "byzpg.federation"):
+        package = importlib.import_module(name)
+        assert all(hasattr(package, each) for each in package.__all__), name
+    assert set(byzpg.__all__) == {"Config", "Run", "__version__", "load", "resume", "train"}
+
+
+def test_benchmarks_and_examples_import_nothing_from_tests() -> None:
+    ours = {path.stem for path in (ROOT / "tests").rglob("*.py")}
+    for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+        names |= {str(n.module).split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom)}
+        assert not names & ours, path
 
 
 def test_ci_runs_the_readme_test_command() -> None:

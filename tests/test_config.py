@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from byzpg.config import PRESETS, Config, Settings
+from byzpg.experiments.authors_script import AuthorsScript
 from byzpg.federation.algorithms import ALGORITHMS
+from byzpg.federation.schedule import Paper
 from byzpg.learning.gradients import GPOMDP, REINFORCE, ImportanceWeights
 from byzpg.robust import agreement
 from byzpg.robust.aggregators import NNM, RFA, Bucketing, Mean, TrimmedMean
@@ -26,12 +28,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "switch_probability": 0.2,
         "activation": "relu",
         "output_tanh": True,
-        "initialization": "seeded",
-        "coin": "common",
+        "conventions": Paper(),
         "estimator": GPOMDP(baseline="none"),
         "importance": ImportanceWeights(mode="trajectory", cap=None),
         "gate": 1.0,
-        "memory": "paper",
         "aggregator": RFA(),
         "agreement": agreement.MDA(),
         "output": "last",
@@ -40,7 +40,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "optimizer": "sgd",
         "switch_probability": 1 / 50,
         "rounds": 21,  # ⌈log2(50 · 13 · 50²)⌉
-        "memory": "paper",
         "importance": ImportanceWeights(),
         "gate": 1.0,
         "output": "uniform",
@@ -51,10 +50,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "switch_probability": 0.2,
         "activation": "tanh",
         "output_tanh": False,
-        "initialization": "script",
-        "coin": "script",
+        "conventions": AuthorsScript(),
         "importance": ImportanceWeights(floor=1e-9),
-        "memory": "script",
         "aggregator": RFA.reference(),
         "output": "last",
     },
@@ -67,7 +64,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "estimator": GPOMDP(baseline="leave-one-out"),
         "importance": ImportanceWeights(cap=1.0),
         "aggregator": NNM(TrimmedMean()),
-        "memory": "paper",
         "output": "last",
     },
 }
@@ -104,14 +100,12 @@ def test_what_is_given_comes_before_the_preset(preset: Any) -> None:
         "estimator": REINFORCE(),
         "importance": ImportanceWeights(cap=2.0),
         "gate": 0.0,
-        "memory": "script" if PRESETS[preset]["memory"] == "paper" else "paper",
-        "coin": "script" if PRESETS[preset]["coin"] == "common" else "common",
+        "conventions": AuthorsScript(coin=False),
         "optimizer": "sgd" if PRESETS[preset]["optimizer"] == "adam" else "adam",
         "step_size": 0.125,
         "hidden": (3,),
         "activation": "elu",
         "output_tanh": not PRESETS[preset]["output_tanh"],
-        "initialization": "seeded" if PRESETS[preset]["initialization"] == "script" else "script",
         "horizon": 30,
         "discount": 0.5,
         "output": "last" if PRESETS[preset]["output"] == "uniform" else "uniform",
@@ -146,10 +140,37 @@ def test_theory_prescribes_the_switch_and_the_rounds(num_agents: int, large_batc
         ({"algorithm": "ByzPG", "aggregator": "Bulyan"}, (13, 2)),
     ],
 )
-def test_how_many_agents_and_liars(given: dict[str, Any], expected: tuple[int, int]) -> None:
+def test_how_many_agents_are_tolerated_and_attack(given: dict[str, Any], expected: tuple[int, int]) -> None:
     settings = Config(**given).resolved()
     assert (settings.num_agents, settings.num_byzantine) == expected
-    assert settings.attack == (AvgZero() if settings.num_byzantine else NoAttack())
+    assert settings.num_attackers == settings.num_byzantine
+    assert settings.attack == (AvgZero() if settings.num_attackers else NoAttack())
+
+
+def test_the_number_of_attackers_is_independent_of_what_the_rules_tolerate() -> None:
+    more = Config(num_agents=9, num_byzantine=1, num_attackers=4).resolved()
+    assert (more.num_byzantine, more.num_attackers, more.attack) == (1, 4, AvgZero())
+    none = Config(num_agents=9, num_attackers=0).resolved()
+    assert (none.num_byzantine, none.num_attackers, none.attack) == (2, 0, NoAttack())
+
+
+OLD_FILES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"num_byzantine": 2}, {"num_byzantine": 2, "num_attackers": 2}),
+    ({"num_declared": 1, "num_byzantine": 3}, {"num_byzantine": 1, "num_attackers": 3}),
+    ({"num_declared": 1}, {"num_byzantine": 1, "num_attackers": 1}),
+    ({"memory": "paper", "coin": "common", "initialization": "seeded"}, {"conventions": Paper()}),
+    ({"memory": "script", "coin": "script", "initialization": "script"}, {"conventions": AuthorsScript()}),
+    ({"memory": "script"}, {"conventions": AuthorsScript(initialization=False, coin=False)}),
+    ({"preset": "script", "coin": "common"}, {"conventions": AuthorsScript(coin=False)}),
+    ({"preset": "script"}, {"conventions": AuthorsScript()}),
+]
+
+
+@pytest.mark.parametrize(("file", "expected"), OLD_FILES)
+def test_files_with_the_options_of_an_earlier_version_are_read(file: dict[str, Any], expected: dict[str, Any]) -> None:
+    settings = Config.of(file, "old.toml").resolved()
+    assert chosen(settings, expected) == expected
+    assert Config.of(settings.as_data(), "config.json").resolved() == settings
 
 
 def test_a_small_batch_left_out_is_never_the_larger_one() -> None:
@@ -337,7 +358,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"step_size": math.inf}, ["step_size must be positive and finite", "inf"]),
     ({"step_size": "1e-3"}, ["step_size must be float", "'1e-3'"]),
     ({"optimizer": "rmsprop"}, ["optimizer must be 'adam' or 'sgd'", "'rmsprop'"]),
-    ({"memory": "none"}, ["memory must be 'paper' or 'script'", "'none'"]),
+    ({"conventions": "Script"}, ["no conventions 'Script'", "Did you mean 'AuthorsScript'?"]),
     ({"activation": "gelu"}, ["activation must be 'relu' or 'tanh'", "'gelu'"]),
     ({"output_tanh": "yes"}, ["output_tanh must be bool", "'yes'"]),
     ({"output": "best"}, ["output must be 'last' or 'uniform'", "'best'"]),

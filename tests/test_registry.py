@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from byzpg._registry import FAMILIES, parse, summary
+from byzpg._registry import FAMILIES, members, parse, summary
 from byzpg.robust import aggregators, agreement, attacks
 from byzpg.robust.aggregators import ARC, MDA, NNM, RFA, Bucketing, CenteredClipping, Clipping, Krum, MoNNA, TrimmedMean
 from byzpg.robust.attacks import ALIE, IPM, AvgZero, FixedSet, LargeNoise, MDAFooling, MinSum, NonFinite, RotatingSet
@@ -40,7 +40,7 @@ def smallest(component_class: type[Any]) -> Component:
     return component_class(*(RFA() for _ in required))
 
 
-EVERY_CLASS = [(family, smallest(each)) for family, known in FAMILIES.items() for each in known.values()]
+EVERY_CLASS = [(family, smallest(each)) for family in FAMILIES for each in members(family).values()]
 EVERY_ROW = EVERY_CLASS + [(family, each) for family, rows in WITH_OPTIONS.items() for each in rows]
 
 
@@ -53,7 +53,7 @@ def test_what_is_printed_is_read_back(family: str, component: Component) -> None
 
 
 def test_families_hold_every_concrete_class_and_no_other() -> None:
-    names = {family: set(known) for family, known in FAMILIES.items()}
+    names = {family: set(members(family)) for family in FAMILIES}
     assert {"Mean", "RFA", "NNM", "Bucketing", "MDA"} <= names["aggregator"]
     assert names["agreement"] == {"MDA", "GDA", "TrimmedMeanAgreement", "NoAgreement"}
     assert {"NoAttack", "RandomAction", "AvgZero", "OptimalIPM", "MinSum"} <= names["attack"]
@@ -69,8 +69,8 @@ def test_families_hold_every_concrete_class_and_no_other() -> None:
         "_LineSearch",
     }
     assert not abstract & set.union(*names.values())
-    assert FAMILIES["aggregator"]["MDA"] is aggregators.MDA
-    assert FAMILIES["agreement"]["MDA"] is agreement.MDA
+    assert members("aggregator")["MDA"] is aggregators.MDA
+    assert members("agreement")["MDA"] is agreement.MDA
     modules = (aggregators, agreement, attacks)
     components = {
         item
@@ -79,14 +79,14 @@ def test_families_hold_every_concrete_class_and_no_other() -> None:
         if inspect.isclass(item) and issubclass(item, Component) and item.__module__ == module.__name__
         if name not in abstract
     }
-    registered = {each for known in FAMILIES.values() for each in known.values()}
+    registered = {each for family in FAMILIES for each in members(family).values()}
     assert components == {each for each in registered if each.__module__ in {module.__name__ for module in modules}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_two_names_of_a_family_are_alike_and_each_is_explained(family: str) -> None:
-    assert len({plain_name(name) for name in FAMILIES[family]}) == len(FAMILIES[family])
-    for each in FAMILIES[family].values():
+    assert len({plain_name(name) for name in members(family)}) == len(members(family))
+    for each in members(family).values():
         line = summary(each)
         assert line.endswith((".", ":"))
         assert not line.startswith(f"{each.__name__}("), "the docstring is the one dataclass makes up"
@@ -196,7 +196,7 @@ def test_what_cannot_be_read_is_one_clear_error(family: str, text: str, message:
     ],
 )
 def test_a_components_own_errors_pass_through(family: str, text: str) -> None:
-    names: dict[str, Any] = {name: item for known in FAMILIES.values() for name, item in known.items()}
+    names: dict[str, Any] = {name: item for family in FAMILIES for name, item in members(family).items()}
     with pytest.raises(ValueError) as own:  # noqa: PT011
         eval(text, names)
     with pytest.raises(ValueError) as parsed:  # noqa: PT011

@@ -16,13 +16,14 @@ import byzpg
 from byzpg import Config, Run, training
 from byzpg._files import write_atomically
 from byzpg.config import Settings
-from byzpg.federation.schedule import CommonCoin
-from byzpg.federation.simulator import LARGE, SKIP, SMALL, Metrics, Simulation
+from byzpg.federation.metrics import Metrics
+from byzpg.federation.schedule import CommonCoin, Plan
+from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
 from byzpg.runs import RunDirectory
-from byzpg.training import BLOCK, Plan, Progress
+from byzpg.training import BLOCK, Progress, simulation_of
 
-# Every test uses this one federation, so that it is compiled once. Attackers, their messages and play are drawn anew in every
-# iteration, and Adam counts them: what a resumed run takes up wrongly, it shows.
+# Every test uses this one federation, so that it is compiled once. Attackers, their messages and play are drawn anew
+# in every iteration, and Adam counts iterations: whatever a resumed run restores wrongly, it shows.
 TINY = Config(
     num_agents=5,
     num_byzantine=1,
@@ -45,7 +46,7 @@ class Stopped(Exception):
 
 def plan_of(config: Config) -> Plan:
     settings = config.resolved()
-    return Plan.of(settings, settings.simulation().coin())
+    return settings.schedule().plan(simulation_of(settings).initial_parameters())
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_metrics_are_the_documented_columns(folder: Path, run: Run) -> None:
 
 
 def test_batches_are_the_coins(config: Config, run: Run) -> None:
-    simulation = config.resolved().simulation()
+    simulation = simulation_of(config.resolved())
     coin = CommonCoin.of(np.asarray(simulation.start()[0].agents.parameters)[0, 0])
     sizes, large = [], []
     while sum(sizes) < 60:
@@ -165,7 +166,7 @@ def test_batches_are_the_coins(config: Config, run: Run) -> None:
 
 
 def test_uniform_is_the_iterate_at_the_start_of_its_iteration(config: Config, run: Run) -> None:
-    simulation = config.resolved().simulation()
+    simulation = simulation_of(config.resolved())
     states, iterates = simulation.start(), []
     for large in run.large:
         iterates.append(np.asarray(states[0].agents.parameters))
@@ -183,7 +184,7 @@ def test_the_seed_is_all_there_is_to_chance(config: Config, run: Run) -> None:
     other = byzpg.train(replace(config, seed=config.seed + 1))
     assert not np.array_equal(other.parameters["last"], run.parameters["last"])
     # Seeds are consecutive: θ_0 of its first seed is that of our second.
-    starts = [np.asarray(each.settings.simulation().start()[0].agents.parameters) for each in (run, other)]
+    starts = [np.asarray(simulation_of(each.settings).start()[0].agents.parameters) for each in (run, other)]
     np.testing.assert_array_equal(starts[0][1], starts[1][0])
 
 

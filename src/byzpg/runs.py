@@ -1,7 +1,7 @@
 """A run: what was trained and how it went, in memory or as a directory. The only module that writes run files.
 
 A directory holds
-  config.json       every option, resolved; `byzpg train --config` takes it
+  config.json       every option, resolved; `Config.load` reads it
   provenance.json   the command, versions and machine
   checkpoint.npz    what continues the run to the bit: state, iteration, metrics so far, a hash of config.json
   metrics.npz       once complete: trajectories [iteration], large [iteration], and every metric [seed, iteration]
@@ -40,7 +40,7 @@ class TrainedPolicy:
     parameters: np.ndarray  # [d]
 
     def act(self, observation: np.ndarray, key: jax.Array | None = None) -> np.ndarray:
-        """The most likely action at observations [..., features]; with a key, one drawn from the policy."""
+        """Choose the most likely action at observations [..., features]; with a key, draw one from the policy."""
         seen = np.asarray(observation, np.float32)
         if seen.shape[-1:] != (self.policy.observation_size,):
             raise ValueError(
@@ -104,13 +104,19 @@ class Run:
         return [self.settings.seed + int(index) for index in np.flatnonzero(~finite)]
 
     def policy(self, seed: int = 0, agent: int = 0, output: str | None = None) -> TrainedPolicy:
-        """The policy of the seed-th seed that an agent holds: the output of the settings, or "last", or "uniform"."""
+        """The policy that an agent holds.
+
+        Args:
+            seed: Index of the seed among the run's seeds, from 0.
+            agent: Index of the agent; a run with a server has one.
+            output: "last", "uniform", or None for what the settings say.
+        """
         output = self.settings.output if output is None else output
         if output not in self.parameters:
             raise ValueError(f"output must be last or uniform, got {output!r}.")
         if output == "uniform" and len(self.trajectories) <= self.output_iteration:
             raise ValueError(
-                f"iteration T̂ = {self.output_iteration} has not come yet: finish the run, or use output 'last'."
+                f"iteration T̂ = {self.output_iteration} has not come yet: finish the run, or use output = 'last'."
             )
         held = self.parameters[output]
         for name, index, size in (("seed", seed, len(held)), ("agent", agent, held.shape[1])):
@@ -150,10 +156,10 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, settings: Settings, about: Mapping[str, Any] | None = None) -> "RunDirectory":
-        """A new run's directory; one that holds anything already is never touched. `about`: its provenance."""
+        """Create the directory of a new run, with `about` as its provenance; one that holds anything is refused."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             if (path / "config.json").exists():
-                raise ValueError(f"{path} holds a run already: choose another directory, or `byzpg resume {path}`.")
+                raise ValueError(f"{path} already holds a run: choose another directory, or `byzpg resume {path}`.")
             raise ValueError(f"{path} is not an empty directory: choose another one.")
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
@@ -188,7 +194,7 @@ class RunDirectory:
         if not np.array_equal(arrays.get("config", np.zeros(0)), self._config_digest()):
             raise ValueError(
                 f"{self.path / 'checkpoint.npz'} belongs to another configuration than the config.json beside it: "
-                "put that config.json back, or train anew in another directory."
+                "put that config.json back, or train again in another directory."
             )
         return Checkpoint.of(arrays)
 
@@ -219,7 +225,7 @@ class RunDirectory:
 
 
 def packed(run: Run) -> bytes:
-    """The results of a complete run, for those who have no file in common with it: an .npz without pickles."""
+    """The results of a complete run as bytes, for a process that shares no files: an .npz without pickles."""
     whole = BytesIO()
     named = zip(("metrics", "parameters"), _tables(run), strict=True)
     arrays = {f"{table}/{name}": values for table, columns in named for name, values in columns.items()}
@@ -228,7 +234,7 @@ def packed(run: Run) -> bytes:
 
 
 def unpacked(settings: Settings, whole: bytes, source: str) -> Run:
-    """The complete run with these settings that `packed` made these bytes of."""
+    """The inverse of `packed`."""
     with _reading(source):
         arrays = _arrays(BytesIO(whole))
     tables: dict[str, dict[str, np.ndarray]] = {"metrics": {}, "parameters": {}}
@@ -239,7 +245,7 @@ def unpacked(settings: Settings, whole: bytes, source: str) -> Run:
 
 
 def _tables(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What metrics.npz and parameters.npz hold."""
+    """The content of metrics.npz and parameters.npz."""
     columns = {"trajectories": run.trajectories, "large": run.large, **run.metrics}
     return columns, {**run.parameters, "output_iteration": run.output_iteration}
 
@@ -257,7 +263,7 @@ def _complete(
 
 @contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Whatever a broken file makes NumPy raise is one clear error."""
+    """Turn whatever NumPy raises at a broken file into one clear error."""
     try:
         yield
     except (OSError, ValueError, TypeError, AttributeError, BadZipFile, EOFError) as error:

@@ -112,7 +112,7 @@ def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = Non
 
 def follow() -> None:
     """As one of several processes that train as one, do what the first one does until it is done."""
-    while message := devices.bytes_of_first():
+    while message := devices.broadcast_bytes():
         with np.load(BytesIO(message), allow_pickle=False) as arrays:
             runs = json.loads(str(arrays["runs"]))
             parts = [_part(arrays, f"{index}/") for index in range(len(runs))]
@@ -136,14 +136,14 @@ def _lead(pending: Sequence["_Pending"]) -> None:
             arrays |= {f"{index}/{name}": values for name, values in each.checkpoint.as_arrays().items()}
     message = BytesIO()
     np.savez(message, allow_pickle=False, **arrays)
-    devices.bytes_of_first(message.getvalue())
+    devices.broadcast_bytes(message.getvalue())
 
 
 def dismiss() -> None:
     """Let the processes end that follow this one."""
     if devices.leads() and not devices.torn():
         with suppress(JaxRuntimeError), devices.common_program():  # a process that died has gone already
-            devices.bytes_of_first(b"")
+            devices.broadcast_bytes(b"")
 
 
 def load(directory: str | Path) -> Run:
@@ -202,7 +202,7 @@ class _Pending:
     def program(self) -> Any:
         """Runs with the same value share a program: agents that play alike, the same seeds and coin, equally far."""
         settings = self.settings
-        length = (settings.switch_probability, settings.trajectories)
+        length = (settings.conventions, settings.switch_probability, settings.trajectories)
         alone = self.kept if simulation_of(settings).on_host else None
         return settings.federation().agent.shared, settings.seeds, length, self.begin, alone
 
@@ -262,7 +262,7 @@ class _Program:
                         on_progress(self._progress())
                 except BaseException as error:  # Ctrl-C among others
                     stopped = error
-                decision = devices.number_of_first(self._decide(stopped))
+                decision = devices.broadcast_number(self._decide(stopped))
                 if decision != GO_ON:
                     self._save()
             states = devices.fetched(self.states)

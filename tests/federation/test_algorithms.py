@@ -64,7 +64,11 @@ def test_after_agreement_the_direction_is_the_realized_one_for_sgd_alone(optimiz
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_scripts_memory_makes_small_batches_repeat_the_agents_own_direction(optimizer: str) -> None:
     """Where agreement changes nothing, θ_{t−1} = θ_t: so ω = 1 and both gradients of the small batch cancel."""
-    learner = agent(memory="script", importance="ImportanceWeights()", optimizer=optimizer)
+    learner = agent(
+        conventions="AuthorsScript(initialization=False, coin=False)",
+        importance="ImportanceWeights()",
+        optimizer=optimizer,
+    )
     first = learner.initial(jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2)))
     own, aggregated = map(jnp.asarray, draws(2, first.parameters.shape[1]))
     state = learner.advance(first, own, aggregated)

@@ -13,11 +13,13 @@ import pytest
 from byzpg import Config, Run, train
 from byzpg.config import Settings
 from byzpg.federation.algorithms import Agent, AgentState
-from byzpg.federation.simulator import ITERATIONS, LARGE, SKIP, SMALL, Metrics, Simulation, SimulationState
+from byzpg.federation.metrics import Metrics
+from byzpg.federation.schedule import Paper, iteration_stream
+from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState
 from byzpg.robust.aggregators import Aggregator
 from byzpg.robust.agreement import Agreement
 from byzpg.runs import RunDirectory
-from byzpg.training import BLOCK, resume_all
+from byzpg.training import BLOCK, resume_all, simulation_of
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
@@ -56,9 +58,9 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     "as published": {
         "num_agents": 5,
         "attack": "SignFlip",
-        "memory": "script",
-        "num_byzantine": 2,
-        "num_declared": 1,
+        "conventions": "AuthorsScript(initialization=False, coin=False)",
+        "num_attackers": 2,
+        "num_byzantine": 1,
         "aggregator": "TrimmedMean",
     },
     "noisy": {"num_agents": 5, "attack": "LargeNoise"},
@@ -134,15 +136,15 @@ def both_estimates(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def advanced(
-    agent: Agent, aggregator: Aggregator, num_declared: int, state: AgentState, own: jax.Array, received: jax.Array
+    agent: Agent, aggregator: Aggregator, num_byzantine: int, state: AgentState, own: jax.Array, received: jax.Array
 ) -> AgentState:
-    aggregated = aggregator(received, num_byzantine=num_declared)
+    aggregated = aggregator(received, num_byzantine=num_byzantine)
     return agent.advance(state, own[None], aggregated[None])
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def agreed(agreement: Agreement, num_declared: int, received: jax.Array, own: int) -> jax.Array:
-    return agreement(received, own=own, num_byzantine=num_declared)
+def agreed(agreement: Agreement, num_byzantine: int, received: jax.Array, own: int) -> jax.Array:
+    return agreement(received, own=own, num_byzantine=num_byzantine)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -157,15 +159,15 @@ def start_of(agent: Agent, root: jax.Array) -> AgentState:
 
 @jax.jit
 def key_of(root: jax.Array, iteration: int, stream: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(root, ITERATIONS), iteration), stream)
+    return iteration_stream(root, iteration, stream)
 
 
 def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
     """Agents run apart from each other, as peers would, with the messages of SignFlip handed over by hand: θ [K, d]."""
-    agent, everyone, num_declared = settings.federation().agent, range(settings.num_agents), settings.num_declared
+    agent, everyone, num_byzantine = settings.federation().agent, range(settings.num_agents), settings.num_byzantine
     # Estimates depend on neither, so that the programs of two kinds of agents are one.
-    estimating = replace(agent, memory="paper", optimizer="sgd")
-    attackers = set(everyone[settings.num_agents - settings.num_byzantine :])
+    estimating = replace(agent, conventions=Paper(), optimizer="sgd")
+    attackers = set(everyone[settings.num_agents - settings.num_attackers :])
     root = jax.random.key(seed)
     states = [start_of(agent, root) for _ in everyone]
 
@@ -182,11 +184,11 @@ def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
         before = [state.parameters for state in states]
         for k in everyone:
             received = received_by(k, truths, True)
-            states[k] = advanced(agent, settings.aggregator, num_declared, states[k], truths[k], received)
+            states[k] = advanced(agent, settings.aggregator, num_byzantine, states[k], truths[k], received)
         held = [np.asarray(state.parameters[0]) for state in states]
         for _ in range(settings.rounds):  # SignFlip leaves parameters alone
             rows = np.stack(held)
-            held = [np.asarray(agreed(settings.agreement, num_declared, rows, k)) for k in everyone]
+            held = [np.asarray(agreed(settings.agreement, num_byzantine, rows, k)) for k in everyone]
         states = [settled(agent, before[k], states[k], held[k]) for k in everyone]
     return np.concatenate([state.parameters for state in states])
 
@@ -303,7 +305,7 @@ def test_federations_side_by_side_do_what_each_does_alone(
     names = ["lone", "averaging", "server", "careful"]
     for name in names:
         state, found = together[name]
-        alone = settings_of(**FEDERATIONS[name]).simulation()
+        alone = simulation_of(settings_of(**FEDERATIONS[name]))
         (expected_state,), (expected,) = alone.run(alone.start(), block(*BATCHES), 2)
         for metric, values in vars(expected).items():
             tolerance = 0.02 if "weight" in metric else 1e-3  # RFA's weights magnify rounding most

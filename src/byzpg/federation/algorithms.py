@@ -66,8 +66,8 @@ class Agent(Component):
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """What the agents of one simulation must have in common: all that decides episodes and θ_0."""
-        return self.env, self.policy, self.horizon, self.large_batch, self.small_batch, self.conventions
+        """What the agents of one simulation must have in common: all that shapes their episodes."""
+        return self.env, self.policy, self.horizon, self.large_batch, self.small_batch
 
     @property
     def _transform(self) -> optax.GradientTransformation:

@@ -1,8 +1,8 @@
 """The devices of a simulation, on one host or on several whose processes act as one.
 
-They form a mesh of seeds × agents. Seeds need nothing of each other; agents that are dealt to several devices play and
-receive there, and their messages travel between devices. Of several processes the first one takes the command, keeps
-the files and decides when to save and stop; the others follow it.
+The devices form a mesh of seeds × agents. Seeds need nothing of each other. Agents that are divided among devices play
+and receive there, and their messages travel between devices. Of several processes, the first one takes the command,
+keeps the files and decides when to save and stop; the others follow it.
 """
 
 import os
@@ -36,16 +36,16 @@ class Hardware:
     """What to train on."""
 
     devices: int | None = None
-    """Devices to use, here. Left out: all GPUs; without one, a device per core."""
+    """Number of devices to use on this host. Default: all GPUs; without one, a device per core."""
     coordinator: str | None = None
-    """Train on several hosts as one: host:port where the first process listens; the same at all of them."""
+    """Address host:port where the first of several processes listens, to train on several hosts as one."""
     processes: int | None = None
-    """How many processes there are, with --coordinator."""
+    """Number of processes that train as one, if there is a coordinator."""
     process: int | None = None
-    """Which of them this is, from 0. The first takes the command and keeps the files; the others follow it."""
+    """Index of this process, from 0. The first one takes the command and keeps the files; the others follow it."""
 
     def start(self) -> None:
-        """Take the devices; before JAX has looked for any. With several processes, wait for the others."""
+        """Take the devices, before JAX has looked for any; with several processes, wait for the others."""
         self._check()
         jax.config.update("jax_num_cpu_devices", self.devices or os.cpu_count() or 1)
         if self.devices is not None:
@@ -57,44 +57,44 @@ class Hardware:
             try:
                 jax.distributed.initialize(self.coordinator, self.processes, self.process)
             except RuntimeError as error:
-                raise ValueError(f"the processes of --coordinator {self.coordinator} did not meet: {error}") from None
+                raise ValueError(f"the processes of coordinator {self.coordinator} did not meet: {error}") from None
         with common_program():
             self._check_devices()
 
     def _check_devices(self) -> None:
         if self.devices is not None and jax.local_device_count() < self.devices:
-            raise ValueError(f"--devices must be at most {jax.local_device_count()} here, got {self.devices}.")
+            raise ValueError(f"devices must be at most {jax.local_device_count()} here, got {self.devices}.")
         counts = Counter(device.process_index for device in jax.devices())
         if len(set(counts.values())) > 1:
             listed = ", ".join(str(counts[process]) for process in sorted(counts))
-            raise ValueError(f"all processes must have as many devices, and they have {listed}: say --devices.")
+            raise ValueError(f"all processes must have the same number of devices, not {listed}: set devices.")
 
     def _check(self) -> None:
         if self.devices is not None and self.devices < 1:
-            raise ValueError(f"--devices must be at least 1, got {self.devices}.")
+            raise ValueError(f"devices must be at least 1, got {self.devices}.")
         if self.coordinator is None:
             if self.processes is not None or self.process is not None:
-                raise ValueError("--processes and --process are for several processes: say --coordinator host:port.")
+                raise ValueError("processes and process are for several processes: set coordinator to host:port.")
             return
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ValueError(f"--coordinator must be host:port, got {self.coordinator!r}.")
+            raise ValueError(f"coordinator must be host:port, got {self.coordinator!r}.")
         if self.processes is None or self.process is None:
-            raise ValueError("--coordinator needs --processes (how many) and --process (which one this is, from 0).")
+            raise ValueError("coordinator needs processes (how many) and process (which one this is, from 0).")
         if not 0 <= self.process < self.processes:
-            raise ValueError(f"--process must be 0 to {self.processes - 1}, got {self.process}.")
+            raise ValueError(f"process must be 0 to {self.processes - 1}, got {self.process}.")
 
 
 # Several processes
 
 
 def follows() -> bool:
-    """Whether this process follows another."""
+    """Whether this process follows the first one."""
     return jax.distributed.is_initialized() and jax.process_index() > 0
 
 
 def leads() -> bool:
-    """Whether others follow this process."""
+    """Whether this process is the first, and others follow it."""
     return jax.distributed.is_initialized() and jax.process_index() == 0
 
 
@@ -103,7 +103,7 @@ _torn = False
 
 @contextmanager
 def common_program() -> Iterator[None]:
-    """Around what all processes do in step: where one fails in it, the others hang."""
+    """Mark what all processes do together: if one fails in it, the others hang."""
     global _torn
     try:
         yield
@@ -113,27 +113,34 @@ def common_program() -> Iterator[None]:
 
 
 def torn() -> bool:
-    """Whether a common program failed here: then all that helps the others is that this process ends at once."""
+    """Whether a common program failed here: then this process must end at once, or the others hang."""
     return _torn
 
 
-def number_of_first(number: int = 0) -> int:
-    """What the first of several processes says here, at all of them."""
-    return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.asarray(number)))
+# Every process calls these two in the same order; what the followers pass is ignored.
 
 
-def bytes_of_first(message: bytes = b"") -> bytes:
-    """As `number_of_first`."""
+def broadcast_number(number: int = 0) -> int:
+    """The number that the first process passes."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.asarray(number)))
+
+
+def broadcast_bytes(message: bytes = b"") -> bytes:
+    """The bytes that the first process passes."""
     if len(message) >= 2**31:
         raise ValueError(f"checkpoints of {len(message) / 2**30:.1f} GiB cannot be sent: resume in one process.")
-    length = number_of_first(len(message))
-    here = np.zeros(length, np.uint8) if follows() else np.frombuffer(message, np.uint8)
-    # Summed up over processes, and so of a wider type.
-    return np.asarray(multihost_utils.broadcast_one_to_all(here), np.uint8).tobytes()
+    # An array's shape must be the same at all processes before its values can be sent: so the length goes ahead.
+    length = broadcast_number(len(message))
+    buffer = np.zeros(length, np.uint8) if follows() else np.frombuffer(message, np.uint8)
+    received = multihost_utils.broadcast_one_to_all(buffer)
+    # JAX sums over processes, which widens the type.
+    return np.asarray(received, np.uint8).tobytes()
 
 
 def fetched(tree: Any) -> Any:
-    """The values of arrays, wherever they are; all processes must ask for them."""
+    """The values of arrays, wherever they are; all processes must call this."""
     if jax.process_count() == 1:
         return jax.tree.map(np.asarray, tree)
     return multihost_utils.process_allgather(tree, tiled=True)
@@ -143,9 +150,9 @@ def fetched(tree: Any) -> Any:
 
 
 def mesh_for(num_seeds: int, num_agents: int) -> Mesh:
-    """The mesh that leaves each device least to do, with as few messages and devices as that takes.
+    """The mesh that leaves each device the least work, with as few messages and devices as that takes.
 
-    Seeds must be dealt evenly; agents need not be. Of several processes, every device takes part.
+    Seeds must be divided evenly; agents need not be. With several processes, every device takes part.
     """
     devices, alone = jax.devices(), jax.process_count() == 1
     shapes = [
@@ -164,12 +171,12 @@ def mesh_for(num_seeds: int, num_agents: int) -> Mesh:
 
 
 def layout(tree: Any) -> Any:
-    """Which leaves are dealt to devices by seed: all that have seeds."""
+    """How leaves are divided among devices: by seed, or not at all if they have no axis."""
     return jax.tree.map(lambda leaf: BY_SEED if leaf.ndim else EVERYWHERE, tree)
 
 
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """The leaves on the devices that `layout` gives them."""
+    """The leaves on the devices that `layout` names."""
     shardings = jax.tree.map(partial(NamedSharding, mesh), layout(tree))
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)

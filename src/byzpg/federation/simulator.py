@@ -73,7 +73,7 @@ class Simulation:
     def __post_init__(self) -> None:
         if len({federation.agent.shared for federation in self.federations}) != 1:
             raise ValueError(
-                "the agents of a simulation must have the same task, policy, horizon, batch sizes and conventions: "
+                "the agents of a simulation must have the same task, policy, horizon and batch sizes: "
                 "put federations with others into another simulation."
             )
         if self.on_host and len(self.federations) > 1:
@@ -126,11 +126,12 @@ def _keys(seeds: Array, purpose: int) -> Array:
 
 @partial(jax.jit, static_argnames="federations")
 def _start(seeds: Array, federations: Federations) -> States:
-    agent = federations[0].agent
-    initial = jax.vmap(partial(agent.conventions.initial_parameters, agent.policy))(_keys(seeds, INITIAL))
+    keys = _keys(seeds, INITIAL)
 
     def of(federation: Federation) -> SimulationState:
-        agents = _split(federation.agent.initial(jnp.repeat(initial, federation.num_holders, axis=0)), len(seeds))
+        agent = federation.agent
+        initial = jax.vmap(partial(agent.conventions.initial_parameters, agent.policy))(keys)
+        agents = _split(agent.initial(jnp.repeat(initial, federation.num_holders, axis=0)), len(seeds))
         return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
 
     return tuple(map(of, federations))
