@@ -1,38 +1,19 @@
-"""What is published: the curves as numbers, and the random numbers of the script against PyTorch's and NumPy's own."""
+"""The quirks of the published script: its random numbers against PyTorch's and NumPy's own, and its three switches."""
 
+from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from byzpg import Config
-from byzpg.experiments.authors_script import curves, first_parameters, tosses
-from byzpg.experiments.paper import Scope, grid
-from byzpg.learning.policies import CategoricalMLP
-from byzpg.training import Plan
-
-
-def test_curves_are_known_where_they_can_be_seen() -> None:
-    found = curves("fig2_cartpole_attacks_decbyzpg", "LargeNoise")
-    assert set(found) == {
-        *("PAGE-PG K=1 α=0", "Dec-PAGE-PG K=13 α=0", "Dec-PAGE-PG K=13 α=3/13", "DecByzPG K=13 α=3/13")
-    }
-    trajectories, returns = found["DecByzPG K=13 α=3/13"]
-    np.testing.assert_array_equal(trajectories, np.arange(0, 8001, 250))
-    assert (returns[0], returns[-1]) == (16.5, 493.8)
-    trajectories, returns = found["Dec-PAGE-PG K=13 α=0"]  # behind another line at times, also at the end
-    assert len(trajectories) == len(returns) == 30
-    assert trajectories[-1] == 7750
-    assert np.all(np.isfinite(returns))
-
-
-def test_every_published_panel_is_one_of_the_experiments() -> None:
-    """Labels of cells are those of the published curves, to the letter."""
-    for experiment in grid(["all"], Scope()).experiments:
-        for panel in experiment.panels:
-            assert panel.published is not None
-            assert set(curves(*panel.published)) == {cell.label for cell in panel.cells}
+from byzpg.experiments.authors_script import AuthorsScript, first_parameters, tosses
+from byzpg.federation.schedule import CommonCoin, Paper
+from byzpg.learning.policies import CategoricalMLP, GaussianMLP
+from byzpg.training import simulation_of
 
 
 def test_first_parameters_are_pytorchs() -> None:
@@ -61,12 +42,62 @@ def test_tosses_are_those_of_numpys_choice() -> None:
 
 def test_the_script_preset_starts_from_them_whatever_the_seed() -> None:
     settings = Config(preset="script", num_agents=2, num_byzantine=0, num_seeds=2, seed=7, trajectories=400).resolved()
-    simulation = settings.simulation()
+    assert settings.conventions == AuthorsScript()
+    simulation = simulation_of(settings)
     (state,) = simulation.start()
     expected = np.broadcast_to(first_parameters((4, 16, 16, 2)), (2, 2, 386))
     np.testing.assert_array_equal(state.agents.parameters, expected)
-    large = Plan.of(settings, simulation.coin()).large
+    large = settings.schedule().plan(simulation.initial_parameters()).large
     assert list(large) == list(islice(tosses(0.2), len(large)))
     keys = jax.random.split(jax.random.key(0), 2)
     seeded = jax.vmap(Config(num_agents=2).resolved().federation().agent.policy.initial)(keys)
     assert np.all(seeded[0] != seeded[1])
+
+
+# The three switches
+
+POLICY = CategoricalMLP(4, (16, 16), num_actions=2)
+COIN = CommonCoin(bytes(32))
+
+
+def test_each_switch_changes_one_thing_and_the_rest_is_the_papers() -> None:
+    key = jax.random.key(3)
+    vectors = {name: np.full(2, number) for number, name in enumerate(("before", "moved", "own", "aggregated"))}
+    for switch in ("initialization", "coin", "memory"):
+        off = replace(AuthorsScript(), **{switch: False})
+        for conventions in (AuthorsScript(), off):
+            of_script = {
+                name: conventions is not off or name != switch for name in ("initialization", "coin", "memory")
+            }
+            first = first_parameters((4, 16, 16, 2)) if of_script["initialization"] else POLICY.initial(key)
+            np.testing.assert_array_equal(conventions.initial_parameters(POLICY, key), first)
+            sides = list(islice(conventions.tosses(COIN, 0.3), 60))
+            assert sides == list(islice(tosses(0.3) if of_script["coin"] else Paper().tosses(COIN, 0.3), 60))
+            remembered = [float(vector[0]) for vector in conventions.remembered(**vectors)]
+            assert remembered == ([1, 2] if of_script["memory"] else [0, 3])
+            assert conventions.uses_realized_direction == (not of_script["memory"])
+
+
+def test_a_gaussian_policy_keeps_its_own_first_deviations() -> None:
+    policy = GaussianMLP(3, (4,), action_size=1)
+    parameters = AuthorsScript().initial_parameters(policy, jax.random.key(0))
+    assert parameters.shape == policy.initial(jax.random.key(0)).shape
+    np.testing.assert_array_equal(parameters[: len(first_parameters(policy.layer_sizes))], first_parameters((3, 4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ({"initialization": "script", "coin": "script", "memory": "script"}, AuthorsScript()),
+        ({"initialization": "seeded", "coin": "common", "memory": "paper"}, Paper()),
+        ({"initialization": "seeded", "coin": "script", "memory": "paper"}, AuthorsScript(False, True, False)),
+        ({"memory": "script"}, AuthorsScript(initialization=False, coin=False)),
+        ({"memory": "paper"}, Paper()),
+        ({"preset": "script"}, AuthorsScript()),
+        ({"preset": "script", "coin": "common", "memory": "paper"}, AuthorsScript(coin=False, memory=False)),
+    ],
+    ids=str,
+)
+def test_configurations_of_older_versions_mean_the_same(old: dict[str, Any], now: Any) -> None:
+    """There, each quirk was an option of its own."""
+    assert Config.of(old, "config.json").resolved().conventions == now

@@ -41,6 +41,20 @@ def test_figures_have_the_papers_methods_and_published_curves(everything: Any) -
                 assert (settings.seeds, settings.trajectories) == (tuple(range(2000, 2010)), 8000)
 
 
+def test_published_curves_are_known_where_they_can_be_seen() -> None:
+    found = published_curves("fig2_cartpole_attacks_decbyzpg", "LargeNoise")
+    assert set(found) == {
+        *("PAGE-PG K=1 α=0", "Dec-PAGE-PG K=13 α=0", "Dec-PAGE-PG K=13 α=3/13", "DecByzPG K=13 α=3/13")
+    }
+    trajectories, returns = found["DecByzPG K=13 α=3/13"]
+    np.testing.assert_array_equal(trajectories, np.arange(0, 8001, 250))
+    assert (returns[0], returns[-1]) == (16.5, 493.8)
+    trajectories, returns = found["Dec-PAGE-PG K=13 α=0"]  # behind another line at times, also at the end
+    assert len(trajectories) == len(returns) == 30
+    assert trajectories[-1] == 7750
+    assert np.all(np.isfinite(returns))
+
+
 def test_a_run_that_several_pictures_show_is_there_once(everything: Any) -> None:
     shown = [cell.run for each in everything.experiments for panel in each.panels for cell in panel.cells]
     assert set(shown) == set(everything.settings)
@@ -156,12 +170,12 @@ def test_what_runs_of_one_program_have_in_common() -> None:
         {"num_seeds": 3},
         {"trajectories": 81},
         {"switch_probability": 0.4},
-        {"coin": "script"},
+        {"conventions": "AuthorsScript(initialization=False, memory=False)"},
         {"small_batch": 3},
         {"large_batch": 5},
         {"horizon": 19},
         {"hidden": (5,)},
-        {"initialization": "script"},
+        {"conventions": "AuthorsScript(coin=False, memory=False)"},
         {"env": "Pendulum-v1", "horizon": 20},
     ):
         assert program(**other) != ours, other

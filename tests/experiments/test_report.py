@@ -64,7 +64,7 @@ def learnt(settings: Settings, rng: np.random.Generator) -> Result:
     ends = np.linspace(0, settings.trajectories, 81)[1:]
     low, high = (-250.0, 260.0) if settings.env == LUNARLANDER else (20.0, 498.0)
     rule = type(settings.aggregator).__name__
-    tolerated = settings.num_byzantine <= (0 if rule == "Mean" else settings.num_declared)
+    tolerated = settings.num_attackers <= (0 if rule == "Mean" else settings.num_byzantine)
     middle = 0.25 + 0.3 / settings.num_agents + 0.05 * rng.random((settings.num_seeds, 1))
     progress = (1.0 if tolerated else 0.02) / (1 + np.exp(-25 * (ends / ends[-1] - middle)))
     noise = rng.normal(0, 0.004 * (high - low), (settings.num_seeds, len(ends)))
@@ -207,7 +207,7 @@ def test_the_rival_is_plain_averaging_under_the_same_attack(results: Results) ->
     assert plain is not None
     assert plain.label == "Fed-PAGE-PG K=13 α=3/13"
     assert set(rivals.values()) == {None}
-    _, panel, _ = find(results, "tolerance", "ALIE", "ByzPG, f = 6 declared")
+    _, panel, _ = find(results, "tolerance", "ALIE", "ByzPG, f = 6")
     for cell in panel.cells:
         rival = plain_rival(cell, panel, results.runs)
         if cell.label == "Dec-PAGE-PG" or cell.at == 0:
@@ -359,7 +359,7 @@ def test_tolerance_marks_the_declared_bounds(results: Results) -> None:
     for axes, panel in zip(figure.axes, experiment.panels, strict=True):
         dotted = [line for line in axes.lines if line.get_linestyle() == ":"]
         bounds = {to_hex(line.get_color()): float(np.asarray(line.get_xdata())[0]) for line in dotted}
-        robust = {label: colours[label].lower() for label in ("DecByzPG, f = 3 declared", "ByzPG, f = 6 declared")}
+        robust = {label: colours[label].lower() for label in ("DecByzPG, f = 3", "ByzPG, f = 6")}
         assert bounds == dict(zip(robust.values(), (3.5, 6.5), strict=True))
         for container in axes.containers:
             cells = [cell for cell in panel.cells if cell.label == container.get_label()]
@@ -627,7 +627,7 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
     assert rules["", "Mean"][-1] == ""
     page.click("#tuned-tolerance summary")
     attackers = rows_of(page, "#tuned-tolerance")
-    assert ("ALIE", "DecByzPG, f = 3 declared") in attackers
+    assert ("ALIE", "DecByzPG, f = 3") in attackers
     assert page.locator("#tuned-tolerance tbody tr").count() == 3 * (1 + 7 * 3)
     assert page.locator("#script-fig2").count() == 1
     options = page.locator("table:has-text('depart from the paper')")

@@ -185,7 +185,8 @@ def _ablation(build: _Builder) -> Experiment:
         shared: dict[str, Any] = {"env": env, "step_size": step_size, "num_byzantine": 3, "attack": "AvgZero"}
         shared |= {"seeds": 10 if env == CARTPOLE else 3, "trajectories": trajectories}
         page: dict[str, Any] = {"large_batch": large, "small_batch": small, "switch_probability": 0.2}
-        page |= {"memory": "paper", "coin": "common"}  # whatever the preset
+        if build.scope.preset == "script":  # the correction as printed, whatever the preset
+            page["conventions"] = "AuthorsScript(coin=False, memory=False)"
         cells = [build.cell(label, **shared, **page, **options) for label, options in variants.items()]
         plain = {"large_batch": alone, "switch_probability": 1.0}
         cells.append(build.cell(f"p = 1, N = {alone}", **shared, **plain))
