@@ -370,7 +370,7 @@ def test_what_is_there_is_never_overwritten(what: str, config: Config, folder: P
         path.mkdir()
         (path / "thesis.tex").write_text("precious")
     before = contents(path.parent)
-    message = r"holds a run already: .*`byzpg resume .*`" if "run" in what else "is not an empty directory"
+    message = r"already holds a run: .*`byzpg resume .*`" if "run" in what else "is not an empty directory"
     with pytest.raises(ValueError, match=message):
         byzpg.train(config, path)
     assert contents(path.parent) == before

@@ -1,4 +1,4 @@
-"""Components by name, and from the text they print: `parse("aggregator", "NNM(RFA())")`."""
+"""Components by name, and from the text that they print: `parse("aggregator", "NNM(RFA())")`."""
 
 import ast
 import re
@@ -63,14 +63,14 @@ def summary(component_class: type) -> str:
 
 
 def parse(family: str, text: str) -> Component:
-    """The component that prints as `text`; components inside it are of the same family. RFA is short for RFA()."""
+    """Read the component that prints as `text`. Components inside it are of the same family; RFA is short for RFA()."""
     members(family)
     return _Reader(family, text).read()
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one text as data, never as code."""
+    """Reads one text, as data and never as code."""
 
     family: str
     text: str

@@ -109,14 +109,23 @@ FAMILY_OF = {
 
 @dataclass(frozen=True)
 class Config:
-    """What to train. None: from the preset, or from the task. Components go by name or as objects."""
+    """What to train. An option at None is filled in from the preset or the task; components go by name or as objects.
+
+    >>> settings = Config(num_agents=9, attack="LargeNoise", aggregator="NNM(TrimmedMean())").resolved()
+    >>> settings.num_byzantine, settings.num_attackers, str(settings.agreement)
+    (2, 2, 'MDA()')
+    >>> Config(num_byzantine=4).resolved()
+    Traceback (most recent call last):
+    ValueError: MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3.
+    """
 
     env: str = "CartPole-v1"
-    """The task: one of `byzpg list`, gymnasium:ID, envpool:ID, or your own as module:factory."""
+    """Task: one of `byzpg list`, gymnasium:ID, envpool:ID, or your own as module:factory."""
     algorithm: str = "DecByzPG"
-    """PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG or DecByzPG."""
+    """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG or DecByzPG."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
-    """What fills in the rest: tuned (learns fastest), paper (its table), theory (as proven), script (as published)."""
+    """Source of all other defaults: tuned (learns fastest), paper (its table), theory (its theorems), script (the
+    authors' code)."""
 
     num_agents: int | None = None
     """Number of agents K, attackers included. Default: 13, or 1 for PAGE-PG."""
@@ -132,7 +141,7 @@ class Config:
     num_seeds: int = 4
     """Number of independent repetitions, run side by side. They share one sequence of large and small batches."""
     seed: int = 0
-    """The first seed; the others are the numbers after it."""
+    """First seed; the others are the numbers after it."""
     trajectories: int = 1200
     """Number of trajectories per agent; training ends with the iteration that reaches it."""
 
@@ -150,11 +159,11 @@ class Config:
     switch_probability: float | Literal["theory"] | None = None
     """Probability p of a large batch, in (0, 1]; theory: 1/N."""
     estimator: Estimator | str | None = None
-    """GPOMDP or REINFORCE, each with baseline='none' or 'leave-one-out'."""
+    """Gradient estimator: GPOMDP or REINFORCE, each with baseline='none' or 'leave-one-out'."""
     importance: ImportanceWeights | str | None = None
-    """ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number, floor=0)."""
+    """Importance weights: ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number, floor=0)."""
     gate: float | Literal["health"] | None = None
-    """β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: follows the weights."""
+    """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: by the weights."""
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Literal["adam", "sgd"] | None = None

@@ -1,4 +1,4 @@
-"""A trained policy in the real environment: the task itself or, of a task in JAX, Gymnasium's."""
+"""A trained policy in the real environment: Gymnasium's, where the task was trained in JAX."""
 
 import os
 
@@ -14,16 +14,24 @@ from byzpg.runs import TrainedPolicy
 def evaluate(
     policy: TrainedPolicy, settings: Settings, num_episodes: int, seed: int, sample: bool
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns [episode] of play from seeds `seed`, `seed` + 1, ..., and the pictures, if any, of the first episode.
+    """Play whole episodes with a trained policy.
 
-    Actions are the most likely ones or, with `sample`, drawn from the policy.
+    Args:
+        policy: The policy.
+        settings: The settings of its run, which name the task.
+        num_episodes: The number of episodes.
+        seed: Seed of the environment; episode i starts from seed + i.
+        sample: Whether to draw actions from the policy instead of taking the most likely ones.
+
+    Returns:
+        The returns [episode], and the frames of the first episode, if the task can be drawn.
     """
-    missing = "playing needs Gymnasium and what it draws with: pip install 'byzpg[gymnasium]'."
+    missing = "playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'."
     try:
         import gymnasium  # an extra, and slow to import
     except ImportError:
         raise ValueError(missing) from None
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures stay in memory; looking for a screen, SDL complains
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames stay in memory; without this, SDL looks for a screen
     task = host.describe(f"gymnasium:{settings.env}" if settings.env in envs.ENVIRONMENTS else settings.env)
     returns, frames = np.zeros(num_episodes), []
     only = np.zeros(1, int)

@@ -67,6 +67,11 @@ def train(config: Config, directory: str | Path | None = None, on_progress: OnPr
 
     Raises:
         ValueError: If the configuration is wrong or the directory is not empty; nothing is written then.
+
+    >>> from byzpg import Config, train
+    >>> run = train(Config(num_agents=5, num_seeds=1, trajectories=30, horizon=20))
+    >>> run.returns.shape == (1, len(run.trajectories))  # [seed, iteration], mean over honest agents
+    True
     """
     settings = config.resolved()
     kept = None if directory is None else RunDirectory.create(Path(directory), settings)

@@ -1,6 +1,7 @@
 """One simulation on several devices, and in several processes that act as one."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from byzpg.federation.devices import Hardware
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
 from byzpg.runs import RunDirectory
 
+HERE = Path(__file__).parent
 TINY: dict[str, Any] = {
     "hidden": (8,),
     "horizon": 20,
@@ -27,13 +29,13 @@ TINY: dict[str, Any] = {
     "seed": 5,
     "switch_probability": 0.5,
 }
-# 13 and 5 agents on 4 devices: not dealt evenly. Lies that differ by receiver, a rule that does; play, and a server.
+# 13 and 5 agents do not divide evenly among 4 devices. Messages and a rule that differ by receiver; play; a server.
 FEDERATIONS = [
     Config(num_agents=13, num_byzantine=2, attack="LargeNoise", aggregator="RFA", agreement="GDA", rounds=2, **TINY),
     Config(num_agents=5, num_byzantine=1, attack="RandomAction", algorithm="ByzPG", aggregator="Median", **TINY),
 ]
 BATCHES = [LARGE, SMALL, SMALL, LARGE, SKIP]
-# The products of another number of agents at once are rounded otherwise.
+# The products of another number of agents are rounded differently.
 TOLERANCE = 1e-5
 
 
@@ -50,13 +52,13 @@ import sys
 import numpy as np
 from byzpg.federation.devices import Hardware
 Hardware(devices=8).start()
-import test_cluster
-np.savez(sys.argv[1], *test_cluster.run_all((2, 4)))
+import test_devices
+np.savez(sys.argv[1], *test_devices.run_all((2, 4)))
 """
     said = tmp_path / "said"
     with said.open("w") as output:
         done = Forked(
-            tmp_path / "eight.npz", program=program, stdout=output, PYTHONPATH=str(Path(__file__).parent.parent)
+            tmp_path / "eight.npz", program=program, stdout=output, PYTHONPATH=f"{HERE}{os.pathsep}{HERE.parent}"
         )
     alone = run_all((1, 1))
     assert done.wait() == 0, said.read_text()
@@ -169,12 +171,12 @@ def test_a_wrong_option_ends_both_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hardware", "complaint"),
     [
-        (Hardware(devices=0), "--devices must be at least 1, got 0"),
-        (Hardware(processes=2), "say --coordinator host:port"),
-        (Hardware(coordinator="here", processes=2, process=0), "--coordinator must be host:port, got 'here'"),
-        (Hardware(coordinator="here:70000", processes=2, process=0), "--coordinator must be host:port"),
-        (Hardware(coordinator="here:7000"), "--coordinator needs --processes"),
-        (Hardware(coordinator="here:7000", processes=2, process=2), "--process must be 0 to 1, got 2"),
+        (Hardware(devices=0), "devices must be at least 1, got 0"),
+        (Hardware(processes=2), "set coordinator to host:port"),
+        (Hardware(coordinator="here", processes=2, process=0), "coordinator must be host:port, got 'here'"),
+        (Hardware(coordinator="here:70000", processes=2, process=0), "coordinator must be host:port"),
+        (Hardware(coordinator="here:7000"), "coordinator needs processes"),
+        (Hardware(coordinator="here:7000", processes=2, process=2), "process must be 0 to 1, got 2"),
     ],
 )
 def test_wrong_hardware_is_one_clear_error(hardware: Hardware, complaint: str) -> None:

@@ -318,7 +318,7 @@ def test_federations_side_by_side_do_what_each_does_alone(
 
 def test_agents_of_a_simulation_play_alike() -> None:
     ours, theirs = settings_of(num_agents=5), settings_of(num_agents=5, large_batch=7)
-    with pytest.raises(ValueError, match="one pair of batch sizes"):
+    with pytest.raises(ValueError, match="horizon and batch sizes"):
         Simulation((ours.federation(), theirs.federation()), (0,))
 
 

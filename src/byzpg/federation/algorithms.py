@@ -1,10 +1,11 @@
 """The agent as a pure state machine, and the five algorithms as arrangements of such agents.
 
-An agent's iteration is: `play` episodes of its own; `estimate` a gradient from them; send it; `advance` along what it
-made of the gradients it received; send the parameters; `settle` on what it made of the parameters it received. Nothing
-here sends anything: a simulator moves messages by indexing, a live peer over a network.
+In one iteration, an agent plays episodes of its own (`play`), estimates a gradient from them (`estimate`) and sends
+it; it takes a step along the aggregate of the gradients it received (`advance`) and sends its parameters; it takes over
+what the agents agreed on (`settle`). Nothing here sends anything: the simulator moves messages by indexing arrays, a
+live peer over a network.
 
-Every function takes a batch of agents, arrays leading with [agent]; a live peer's batch is one.
+Every function takes a batch of agents: arrays lead with [agent]. A live peer's batch has one agent.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ class AgentState:
     """All that an agent carries from one iteration to the next."""
 
     parameters: Array  # θ_t [agent, d]
-    previous: Array  # θ_{t−1} [agent, d], see `Agent.memory`
+    previous: Array  # θ_{t−1} [agent, d], see `Conventions.remembered`
     direction: Array  # v̂_{t−1} [agent, d]
     optimizer: optax.OptState  # local to each agent, leaves [agent, ...]
 
@@ -49,7 +50,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Agent(Component):
-    """How one agent plays, estimates and moves: everything of the method that is not a message."""
+    """How one agent plays, estimates and takes steps: everything in the method that is not a message."""
 
     env: Task
     policy: Policy
@@ -80,7 +81,7 @@ class Agent(Component):
         )
 
     def play(self, parameters: Array, keys: Array, large: bool, attackers: PlayAttacks = ()) -> Episodes:
-        """A batch of episodes with parameters [agent, d] and fresh keys [agent]; `attackers` poison theirs."""
+        """Play a batch of episodes with parameters [agent, d] and fresh keys [agent], under the attacks on play."""
         return play(
             self.env,
             self.policy,
@@ -134,7 +135,7 @@ class Agent(Component):
     def settle(self, before: Array, state: AgentState, agreed: Array) -> AgentState:
         """Take over the agreed parameters θ_{t+1}; `before` is θ_t.
 
-        With plain SGD, v̂_t becomes the realized direction (θ_{t+1} − θ_t)/η; Adam's step is no gradient, so v̂_t = v_t.
+        With plain SGD, v̂_t becomes the realized direction (θ_{t+1} − θ_t)/η. Adam's step is no gradient: v̂_t = v_t.
         """
         state = replace(state, parameters=agreed)
         if self.optimizer == "sgd" and self.conventions.uses_realized_direction:
@@ -144,51 +145,55 @@ class Agent(Component):
 
 @dataclass(frozen=True)
 class Federation:
-    """K agents, who of them lies and how, and what the others do about it."""
+    """K agents, which of them attack and how, and the rules by which the others aggregate and agree."""
 
     agent: Agent
     centralized: bool
     num_agents: int
-    num_attackers: int  # who really attack
+    num_attackers: int  # agents that really attack
     num_byzantine: int  # f, Byzantine agents that the rules tolerate
     aggregator: Rule
-    agreement: Rule | None  # of the parameters; None: no agreement
-    rounds: int  # κ of agreement
+    agreement: Rule | None  # None: agents keep their own parameters
+    rounds: int  # κ, of agreement
     attack: Attack
     byzantine_set: ByzantineSet
 
     @property
     def agrees(self) -> bool:
-        """A lone agent has nobody to agree with."""
+        """Whether agents agree on parameters; a lone agent has nobody to agree with."""
         return self.agreement is not None and self.rounds > 0 and self.num_agents > 1
 
     @property
     def num_holders(self) -> int:
-        """How many hold parameters: every agent, or the one server."""
+        """The number of holders of parameters: every agent, or the one server."""
         return 1 if self.centralized else self.num_agents
 
     def num_players(self, large: bool) -> int:
-        """How many play: every agent, or, of small batches, the one server."""
+        """The number of players: every agent or, in small batches, the one server if there is one."""
         return self.num_agents if large else self.num_holders
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Who samples, and what is combined where."""
+    """Which agents sample, and where gradients are aggregated and parameters agreed on."""
 
     summary: str
-    centralized: bool  # a trusted server holds θ; workers sample its large batches, it samples small ones alone
-    robust: bool  # gradients are combined by a robust rule, not their mean
-    agrees: bool  # parameters are combined by averaging agreement
-    single: bool = False
+    centralized: bool = False  # a trusted server holds θ; workers sample its large batches, it samples small ones alone
+    robust: bool = False  # gradients are aggregated by a robust rule, not by their mean
+    agrees: bool = False  # agents agree on parameters
+    single: bool = False  # one agent alone
 
 
 ALGORITHMS = {
-    "PAGE-PG": Algorithm("one agent alone (Gargiani et al. 2022)", False, False, False, single=True),
-    "Fed-PAGE-PG": Algorithm("a trusted server averages the workers' gradients", True, False, False),
-    "ByzPG": Algorithm("a trusted server aggregates the workers' gradients robustly (Alg. 1)", True, True, False),
-    "Dec-PAGE-PG": Algorithm("every agent averages the gradients of all", False, False, False),
+    "PAGE-PG": Algorithm("one agent alone (Gargiani et al. 2022)", single=True),
+    "Fed-PAGE-PG": Algorithm("a trusted server averages the workers' gradients", centralized=True),
+    "ByzPG": Algorithm(
+        "a trusted server aggregates the workers' gradients robustly (Alg. 1)", centralized=True, robust=True
+    ),
+    "Dec-PAGE-PG": Algorithm("every agent averages the gradients of all agents"),
     "DecByzPG": Algorithm(
-        "every agent aggregates robustly, then all agree on parameters, with no server (Alg. 2)", False, True, True
+        "every agent aggregates robustly, then all agree on parameters, with no server (Alg. 2)",
+        robust=True,
+        agrees=True,
     ),
 }

@@ -80,13 +80,13 @@ class Simulation:
             raise ValueError("a host task is played by one federation at a time: make a simulation for each.")
 
     def start(self) -> States:
-        """The states before iteration 0: per seed one θ_0, common to all agents of all federations."""
+        """The states before iteration 0: θ_0 depends on the seed, and is the same for all agents."""
         if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError("training runs in float32: turn JAX's 64-bit mode (jax_enable_x64) off.")
         return self.placed(_start(jnp.asarray(self.seeds), self.federations))
 
     def placed(self, states: States) -> States:
-        """The states where `run` leaves them: from elsewhere, a second program would be compiled for the next block."""
+        """The states on the devices where `run` leaves them; from others, the next block would be compiled again."""
         return placed(states, self._mesh())
 
     def initial_parameters(self) -> np.ndarray:
@@ -97,9 +97,16 @@ class Simulation:
     def run(
         self, states: States, batches: Sequence[int] | np.ndarray, output_iteration: int
     ) -> tuple[States, tuple[Metrics, ...]]:
-        """One iteration per entry of `batches`: LARGE, SMALL, or SKIP to fill up a block; metrics [seed, entry].
+        """Run one iteration per entry of `batches`.
 
-        The states handed in are consumed. One program is compiled per length of `batches`; on the host, one per size.
+        Args:
+            states: Where to begin; they are consumed.
+            batches: LARGE, SMALL, or SKIP to fill up a block. One program is compiled per length of `batches`; on a
+                host task, one per batch size.
+            output_iteration: T̂, whose parameters are kept.
+
+        Returns:
+            The states afterwards, and metrics [seed, entry] of each federation.
         """
         with clear_search_errors():
             seeds = jnp.asarray(self.seeds)
