@@ -1,6 +1,6 @@
-"""What every aggregation and agreement rule promises: one table per family says who claims what, the tests hold it.
+"""What every aggregation and agreement rule promises: one table per family lists the claims, and the tests check them.
 
-A claim is tested both ways: a rule that makes it must keep it, and one that does not must be seen to break it, so that
+A claim is tested both ways: a rule that makes it must keep it, and a rule that does not must be seen to break it. So
 every test here has its negative control. Golden values, and what holds without faults, are in test_aggregators.py.
 """
 
@@ -41,7 +41,7 @@ from byzpg.robust.agreement import GDA, Agreement, NoAgreement, TrimmedMeanAgree
 
 K, D, OWN = 13, 5, 4  # rows, columns, the receiver's own row
 KEY = jax.random.key(7)
-EVERYONE = np.ones(K, bool)
+ALL_ROWS = np.ones(K, bool)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ every_rule = pytest.mark.parametrize("case", AGGREGATORS + AGREEMENTS, ids=str)
 
 
 def cloud(seed: int) -> np.ndarray:
-    """Rows of spread 1 around a point of norm 1 to 3, two of them outliers, so that every rule drops someone."""
+    """Rows of spread 1 around a point of norm 1 to 3, two of them outliers, so that every rule drops some row."""
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(K, D)) + rng.normal(size=D)
     rows[1:3] *= 4
@@ -108,16 +108,16 @@ def cloud(seed: int) -> np.ndarray:
 
 
 def call(
-    case: Case, rows: Any, f: int | None = None, present: Any = EVERYONE, own: int = OWN, weights: bool = False
+    case: Case, rows: Any, f: int | None = None, present: Any = ALL_ROWS, own: int = OWN, weights: bool = False
 ) -> jax.Array:
-    """The rule, or its weights, with everything it may need. A fixed signature: few programs to compile."""
+    """Call the rule, or its weights, with all it may need. The signature is fixed, so few programs are compiled."""
     function = case.rule.weights if weights else case.rule
     options = {"own": own} if isinstance(case.rule, Agreement) else {}
     return function(rows, num_byzantine=case.f if f is None else f, present=present, key=KEY, **options)
 
 
 def without(*missing: int) -> np.ndarray:
-    present = EVERYONE.copy()
+    present = ALL_ROWS.copy()
     present[list(missing)] = False
     return present
 
@@ -171,11 +171,11 @@ def test_jit_and_vmap_are_the_loop_and_trace_once(case: Case):
 
 @every_rule
 def test_other_values_do_not_compile_again(case: Case):
-    run: Any = rules._run
+    apply: Any = rules._apply
     first = call(case, cloud(0))
-    programs = run._cache_size()
+    programs = apply._cache_size()
     assert not close(call(case, cloud(1), present=without(8)), first)
-    assert run._cache_size() == programs
+    assert apply._cache_size() == programs
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_identical_rows_come_back(case: Case):
 
 
 @every_rule
-def test_error_is_bounded_wherever_the_liars_are(case: Case):
+def test_error_is_bounded_wherever_the_attackers_are(case: Case):
     """The plain mean must fail this."""
     worst = 0.0
     for seed in range(5):
@@ -257,8 +257,8 @@ def test_error_is_bounded_wherever_the_liars_are(case: Case):
         direction = rng.normal(size=D)
         direction /= np.linalg.norm(direction)
         for distance in (1, 1e2, 1e4, 1e6, 1e10, 1e16):
-            lie = honest.mean(axis=0) + distance * spread * direction
-            rows = np.concatenate([np.tile(lie, (case.f, 1)), honest]).astype(np.float32)
+            false_row = honest.mean(axis=0) + distance * spread * direction
+            rows = np.concatenate([np.tile(false_row, (case.f, 1)), honest]).astype(np.float32)
             error = np.linalg.norm(np.asarray(call(case, rows)) - honest.mean(axis=0))
             worst = max(worst, float(error / spread))
     assert (worst < 3) == case.robust
@@ -298,7 +298,7 @@ def test_too_few_rows(case: Case):
 @pytest.mark.parametrize("case", [AGGREGATORS[1], AGREEMENTS[1]], ids=str)
 def test_what_would_be_an_error_is_nan_under_jit(case: Case):
     compiled = jax.jit(lambda rows, present: call(case, rows, present=present))
-    assert np.all(np.isfinite(compiled(cloud(0), EVERYONE)))
+    assert np.all(np.isfinite(compiled(cloud(0), ALL_ROWS)))
     assert np.all(np.isnan(compiled(cloud(0), without(*range(6, K)))))
 
 
@@ -326,7 +326,7 @@ BAD_INPUT: dict[str, tuple[Callable, type[Exception], str]] = {
     "float f": (lambda: median(f=3.0), TypeError, "Python int.*float"),
     "bool f": (lambda: median(f=True), TypeError, "Python int.*bool"),
     "JAX f": (lambda: median(f=jnp.asarray(3)), TypeError, "Python int"),
-    "short present": (lambda: median(present=EVERYONE[1:]), ValueError, r"one bool per row, \[13\]"),
+    "short present": (lambda: median(present=ALL_ROWS[1:]), ValueError, r"one bool per row, \[13\]"),
     "int present": (lambda: median(present=np.ones(K, int)), ValueError, "one bool per row.*int"),
     "unknown argument": (lambda: median(num_rows=3), TypeError, "num_rows"),
     "unknown option": (lambda: Krum(neighbors="paper"), TypeError, "neighbors"),  # type: ignore[call-arg]

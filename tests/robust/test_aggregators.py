@@ -47,7 +47,7 @@ Twin = Callable[..., np.ndarray]  # twin(received, f, present)
 
 
 def monna_from_krum(received: np.ndarray, f: int, present: np.ndarray | None = None) -> np.ndarray:
-    """MoNNA around Krum's choice, where nobody's own row is known."""
+    """MoNNA around Krum's choice, where no row is known to be the receiver's own."""
     rows, f, _ = twins.present_rows(received, f, present)
     return twins.monna(rows, f, pivot=int(np.argmin(twins.krum_scores(rows, len(rows) - f))))
 
@@ -287,11 +287,11 @@ def test_mean_around_median_prefers_the_smaller_of_two_as_near():
 
 properties = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 honest_rows = hnp.arrays(np.float32, (K - 3, D), elements=st.floats(-100, 100, width=32))
-liar_rows = hnp.arrays(np.float32, (3, D), elements=st.floats(width=32))  # NaN, infinite, huge, anything
+attacker_rows = hnp.arrays(np.float32, (3, D), elements=st.floats(width=32))  # NaN, infinite, huge, anything
 
 
 @properties
-@given(honest_rows, liar_rows, st.permutations(range(K)))
+@given(honest_rows, attacker_rows, st.permutations(range(K)))
 @pytest.mark.parametrize(("rule", "slack"), [(Median(), 0), (TrimmedMean(), 0), (MeaMed(), 1)], ids=str)
 def test_the_result_lies_within_the_honest_range(rule: Any, slack: int, honest: Any, attackers: Any, order: Any):
     """MeaMed may leave it, by less than its width: of the honest 0, 10 and an attacker's 11, it takes 10 and 11."""
@@ -302,7 +302,7 @@ def test_the_result_lies_within_the_honest_range(rule: Any, slack: int, honest: 
 
 
 @properties
-@given(honest_rows, liar_rows)
+@given(honest_rows, attacker_rows)
 def test_krum_returns_a_row(honest: np.ndarray, attackers: np.ndarray):
     rows = np.concatenate([attackers, honest])
     weights = call(Krum(), rows, 3, weights=True)
@@ -312,7 +312,7 @@ def test_krum_returns_a_row(honest: np.ndarray, attackers: np.ndarray):
 
 
 @properties
-@given(honest_rows, liar_rows)
+@given(honest_rows, attacker_rows)
 @pytest.mark.parametrize("rule", [MDA(), MultiKrum(neighbours="original"), MoNNA()], ids=str)
 def test_rules_that_choose_rows_weigh_them_alike(rule: Any, honest: np.ndarray, attackers: np.ndarray):
     weights = call(rule, np.concatenate([honest, attackers]), 3, weights=True)
@@ -321,7 +321,7 @@ def test_rules_that_choose_rows_weigh_them_alike(rule: Any, honest: np.ndarray, 
 
 
 @pytest.mark.parametrize("distance", [1e4, 1e6])
-def test_geometric_median_is_reached_with_almost_half_the_rows_lying(distance: float):
+def test_geometric_median_is_reached_with_almost_half_the_rows_false(distance: float):
     """From the mean, Weiszfeld steps would still be far out after hundreds of iterations."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(51, 4)).astype(np.float32)

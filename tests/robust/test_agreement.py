@@ -97,7 +97,7 @@ def test_the_bounds_are_where_the_guarantees_end(rule, limit, halving):
     assert rule.contraction(2 * halving, 2) <= 0.5 < rule.contraction(2 * halving - 1, 2)
 
 
-# Under the attacks of the library, which tell each receiver something else
+# Under the attacks of the library, which equivocate
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class OneOf(attacks.MessageAttack):
 
 @partial(jax.jit, static_argnames=("rule", "attack", "f", "rounds"))
 def history(rule, attack, clouds, f, rounds, iteration=0):
-    """Honest vectors [cloud, round, K − f, d], the first before any round. The last f agents lie."""
+    """Honest vectors [cloud, round, K − f, d], the first before any round. The last f agents attack."""
     num_honest = clouds.shape[1] - f
 
     def one(vectors, key):
@@ -165,12 +165,12 @@ def test_averaging_does_not_agree():
     assert np.all(left[:, -1] > 0.99 * left[:, 0])
 
 
-def test_without_agreement_nobody_moves():
+def test_without_agreement_no_agent_moves():
     vectors = history(NoAgreement(), attacks.Equivocate(), clouds()[:, :6], 3, 2)
     np.testing.assert_allclose(vectors[:, 2], vectors[:, 0], rtol=1e-5, atol=1e-5)
 
 
-# Under lies written out for each receiver: received [receiver, sender, d], attackers first
+# Under false messages written out for each receiver: received [receiver, sender, d], attackers first
 
 
 @partial(jax.jit, static_argnames=("rule", "f"))
@@ -191,12 +191,13 @@ def on_a_line(values):
     return np.stack([values, np.zeros_like(values)], axis=-1)
 
 
-def with_lies(honest, lies):
-    """What each honest agent receives, given the lies [receiver, f, d] told to it."""
-    return np.concatenate([lies, np.broadcast_to(honest, (len(honest), *honest.shape))], axis=1).astype(np.float32)
+def with_false_rows(honest, false_rows):
+    """What each honest agent receives, given the false messages [receiver, f, d] that are sent to it."""
+    true_rows = np.broadcast_to(honest, (len(honest), *honest.shape))
+    return np.concatenate([false_rows, true_rows], axis=1).astype(np.float32)
 
 
-def random_lies(rng, honest, f):
+def random_false_rows(rng, honest, f):
     """Near the cloud: from a random honest row, or from the receiver's own outwards, along honest differences."""
     num_honest = len(honest)
     start = honest[rng.integers(num_honest, size=(num_honest, f))]
@@ -208,13 +209,13 @@ def random_lies(rng, honest, f):
 
 
 @pytest.mark.parametrize(("rule", "num_agents", "f", "rounds"), AT_THE_BOUND)
-def test_no_random_lies_break_the_bounds(rule, num_agents, f, rounds):
+def test_no_random_messages_break_the_bounds(rule, num_agents, f, rounds):
     rng = np.random.default_rng(num_agents)
     honest = rng.normal(size=(256, num_agents - f, 2))
     honest[::4, :, 1] = 0  # on a line
     honest[1::4] = 0.1 * honest[1::4] + rng.integers(0, 2, (64, num_agents - f, 1))  # two clusters
     honest[2::4] = 0.1 * honest[2::4] + rng.integers(-1, 2, (64, num_agents - f, 1))  # three
-    received = np.stack([with_lies(rows, random_lies(rng, rows, f)) for rows in honest])
+    received = np.stack([with_false_rows(rows, random_false_rows(rng, rows, f)) for rows in honest])
     present = np.ones(received.shape[:3], bool)
     present[:, :, :f] = rng.random((256, num_agents - f, f)) < 0.9
     after = np.stack([one_round(rule, *both, f) for both in zip(received, present, strict=True)])
@@ -224,13 +225,13 @@ def test_no_random_lies_break_the_bounds(rule, num_agents, f, rounds):
 
 
 def worst_round(rule, honest, f, slack):
-    """f agents on either side, told to go on outwards by attackers as far away as the rule lets through; the others,
-    in the middle, are told nothing and stay there.
+    """f agents on either side receive messages that pull them outwards, from as far away as the rule lets through. The
+    agents in the middle receive nothing from the attackers and stay there.
     """
     reach = {MDA: 1.0, GDA: 1.5, TrimmedMeanAgreement: 10.0}[type(rule)] - slack
     side = np.repeat([1, 0, -1], [f, len(honest) - 2 * f, f])
-    lies = on_a_line(reach * np.ptp(honest) * side)[:, None]
-    received = with_lies(honest, np.repeat(lies, f, axis=1))
+    messages = on_a_line(reach * np.ptp(honest) * side)[:, None]
+    received = with_false_rows(honest, np.repeat(messages, f, axis=1))
     present = np.ones(received.shape[:2], bool)
     present[side == 0, :f] = False
     return np.asarray(one_round(rule, received, present, f))
@@ -255,8 +256,9 @@ def test_the_worst_case_is_as_bad_as_proven_in_every_round(rule, num_agents, f, 
     ("rule", "num_agents", "f"), [(MDA(), 4, 1), (GDA(), 5, 1), (TrimmedMeanAgreement(), 3, 1)], ids=str
 )
 def test_just_beyond_the_bound_agents_can_be_kept_apart_for_ever(rule, num_agents, f):
-    """GDA, K = 5: honest ½, 0, 0, −½. The attacker says 3/2 to the first, which averages (½, 0, 0, 3/2) to ½, −3/2 to the
-    last, and nothing to the two in the middle: nobody ever moves. MDA, K = 4: (½, 0, 1) has mean ½ and diameter 1.
+    """With GDA and K = 5, the honest agents are at ½, 0, 0, −½. The attacker sends 3/2 to the first one, which averages
+    (½, 0, 0, 3/2) to ½. It sends −3/2 to the last agent and nothing to the two in the middle, so no agent ever moves.
+    With MDA and K = 4, (½, 0, 1) has mean ½ and diameter 1.
     """
     with pytest.raises(ValueError, match=r"needs f < K/\d; 1 of"):
         rule.check(num_agents, f)
@@ -273,23 +275,23 @@ def test_further_beyond_the_bound_agents_can_be_driven_apart(rule, num_agents, f
         np.testing.assert_allclose(np.ptp(honest), growth**number, rtol=1e-3)
 
 
-def test_two_camps_told_what_they_want_to_hear():
-    """Five honest agents at 0, five at 1, and three attackers who say 0 to the former and 1 to the latter: 0.2 and 0.8."""
+def test_two_camps_that_are_told_to_stay():
+    """Five honest agents are at 0 and five at 1. Three attackers send each receiver its own vector back."""
     honest = on_a_line(np.repeat([0.0, 1.0], 5))
-    received = with_lies(honest, np.repeat(honest[:, None], 3, axis=1))
+    received = with_false_rows(honest, np.repeat(honest[:, None], 3, axis=1))
     after = np.asarray(one_round(MDA(), received, np.ones(received.shape[:2], bool), 3))
     np.testing.assert_allclose(after, on_a_line(np.repeat([0.2, 0.8], 5)), rtol=1e-5)
     assert 0.5 < np.ptp(after[:, 0]) <= MDA().contraction(13, 3)
 
 
 @pytest.mark.parametrize(
-    ("rule", "num_agents", "lie", "share"),
+    ("rule", "num_agents", "position", "share"),
     [(MDA(), 13, 1 - 1e-4, 1), (GDA(), 16, 1 - 1e-4, 10 / 13), (TrimmedMeanAgreement(), 13, 10.0, 1)],
     ids=str,
 )
-def test_receivers_can_drift_as_far_as_proven(rule, num_agents, lie, share):
-    """Three honest agents at −1, the others at 0; everyone is told the same. With GDA those at −1 do not believe it."""
+def test_receivers_can_drift_as_far_as_proven(rule, num_agents, position, share):
+    """Three honest agents are at −1, the others at 0; no attacker equivocates. With GDA, those at −1 discard it."""
     honest = on_a_line(np.repeat([-1.0, 0.0], [3, num_agents - 6]))
-    received = with_lies(honest, on_a_line(np.full((len(honest), 3), lie)))
+    received = with_false_rows(honest, on_a_line(np.full((len(honest), 3), position)))
     after = np.asarray(one_round(rule, received, np.ones(received.shape[:2], bool), 3))
     np.testing.assert_allclose(moved(honest, after, False), share * rule.drift(num_agents, 3), rtol=1e-3)

@@ -17,9 +17,9 @@ from byzpg.robust import aggregators, attacks
 from byzpg.robust.attacks import Attack, FixedSet, Knowledge, RotatingSet
 
 K, D = 13, 6
-LIARS = (1, 4, 8)
-HONEST = tuple(k for k in range(K) if k not in LIARS)
-EVERYONE = jnp.arange(K)
+ATTACKERS = (1, 4, 8)
+HONEST = tuple(k for k in range(K) if k not in ATTACKERS)
+ALL_AGENTS = jnp.arange(K)
 PHASES = ("gradients", "parameters")
 
 
@@ -49,7 +49,14 @@ table = pytest.mark.parametrize("row", TABLE, ids=lambda row: type(row.attack)._
 def known(seed=0, rule=None, dimension=D, key=0) -> Knowledge:
     vectors = np.random.default_rng(seed).normal(0.5, 1, (K, dimension)).astype(np.float32)
     rule = aggregators.Mean() if rule is None else rule
-    return Knowledge(jnp.asarray(vectors), jnp.asarray(LIARS), jnp.asarray(0), jax.random.key(key), rule, len(LIARS))
+    return Knowledge(
+        vectors=jnp.asarray(vectors),
+        byzantine=jnp.asarray(ATTACKERS),
+        iteration=jnp.asarray(0),
+        key=jax.random.key(key),
+        rule=rule,
+        num_byzantine=len(ATTACKERS),
+    )
 
 
 def honest_rows(knowledge: Knowledge) -> np.ndarray:
@@ -57,11 +64,11 @@ def honest_rows(knowledge: Knowledge) -> np.ndarray:
 
 
 def told(attack: Attack, knowledge: Knowledge) -> np.ndarray:
-    return np.asarray(any_hook(attack)(knowledge, EVERYONE))
+    return np.asarray(any_hook(attack)(knowledge, ALL_AGENTS))
 
 
 def any_hook(attack: Attack) -> Callable[[Knowledge, jax.Array], jax.Array]:
-    """The hook by which the attack lies."""
+    """The hook that the attack changes."""
     return attack.gradients if getattr(attack, "target", None) == "gradients" else attack.parameters
 
 
@@ -83,34 +90,34 @@ def test_message_contract(row):
     attack, knowledge = row.attack, known()
     assert getattr(attack, "target", None) == row.target
     assert attack.needs_key == row.draws
-    eager = any_hook(attack)(knowledge, EVERYONE)
-    assert eager.shape == (K if row.equivocates else 1, len(LIARS), D)
+    eager = any_hook(attack)(knowledge, ALL_AGENTS)
+    assert eager.shape == (K if row.equivocates else 1, len(ATTACKERS), D)
     assert eager.dtype == jnp.float32
     ask = jax.jit(any_hook(attack))
-    jitted = ask(knowledge, EVERYONE)
+    jitted = ask(knowledge, ALL_AGENTS)
     close(jitted, eager)
-    np.testing.assert_array_equal(ask(knowledge, EVERYONE), jitted)
-    assert np.array_equal(ask(known(key=1), EVERYONE), jitted, equal_nan=True) != row.draws
+    np.testing.assert_array_equal(ask(knowledge, ALL_AGENTS), jitted)
+    assert np.array_equal(ask(known(key=1), ALL_AGENTS), jitted, equal_nan=True) != row.draws
     # Asked one at a time, receivers are told what they are told together.
     alone = np.concatenate([ask(knowledge, jnp.asarray([receiver])) for receiver in range(K)])
-    close(alone, np.broadcast_to(eager, (K, len(LIARS), D)))
+    close(alone, np.broadcast_to(eager, (K, len(ATTACKERS), D)))
     assert np.array_equal(alone, np.tile(alone[:1], (K, 1, 1)), equal_nan=True) != row.equivocates
 
 
 @table
-def test_target_says_which_messages_lie(row):
+def test_target_says_which_messages_are_false(row):
     knowledge, receivers = known(), jnp.asarray([0, K - 1])
-    truth, lie = np.asarray(knowledge.vectors)[None, LIARS], object()
+    truth, false_messages = np.asarray(knowledge.vectors)[None, ATTACKERS], object()
     assert np.allclose(told(row.attack, knowledge), truth) == (row.target is None)
     if row.target is None:
         for phase in PHASES:
             np.testing.assert_array_equal(row.attack.messages(phase, knowledge, receivers), truth)
         return
     for target, phase in product((*PHASES, "both"), PHASES):
-        with mock.patch.object(type(row.attack), "lie", return_value=lie) as asked:
+        with mock.patch.object(type(row.attack), "lie", return_value=false_messages) as asked:
             message = replace(row.attack, target=target).messages(phase, knowledge, receivers)
         if target in (phase, "both"):
-            assert message is lie
+            assert message is false_messages
             asked.assert_called_once_with(knowledge, receivers)
         else:
             np.testing.assert_array_equal(message, truth)
@@ -130,8 +137,8 @@ def test_unknown_options(row):
         lambda: replace(attacks.MinMax(), direction="up"),
         lambda: attacks.LargeNoise(scale=0),
         lambda: attacks.OptimalIPM(candidates=0),
-        lambda: attacks.Mimic(agent=len(HONEST)).lie(known(), EVERYONE),
-        lambda: attacks.OptimalALIE().lie(replace(known(), rule=None), EVERYONE),
+        lambda: attacks.Mimic(agent=len(HONEST)).lie(known(), ALL_AGENTS),
+        lambda: attacks.OptimalALIE().lie(replace(known(), rule=None), ALL_AGENTS),
     ],
 )
 def test_bad_options(make):
@@ -180,7 +187,7 @@ GOLDEN = (
 @pytest.mark.parametrize(("attack", "twin"), GOLDEN, ids=lambda item: str(item) if isinstance(item, Attack) else "")
 def test_golden(attack, twin):
     for knowledge in (known(1), known(2)):
-        close(told(attack, knowledge)[0], np.tile(twin(honest_rows(knowledge), len(LIARS)), (len(LIARS), 1)))
+        close(told(attack, knowledge)[0], np.tile(twin(honest_rows(knowledge), len(ATTACKERS)), (len(ATTACKERS), 1)))
 
 
 def test_alie_factor():
@@ -205,9 +212,9 @@ def test_golden_by_hand():
 def test_dissensus():
     knowledge = known()
     rows, honest = np.asarray(knowledge.vectors), honest_rows(knowledge)
-    lies = told(attacks.Dissensus(scale=0.7), knowledge)
+    messages = told(attacks.Dissensus(scale=0.7), knowledge)
     for receiver in range(K):
-        close(lies[receiver], np.tile(twins.attack_dissensus(rows[receiver], honest, 3, 0.7), (3, 1)))
+        close(messages[receiver], np.tile(twins.attack_dissensus(rows[receiver], honest, 3, 0.7), (3, 1)))
     # With scale 1, plain averaging leaves every honest receiver where it is.
     stuck = told(attacks.Dissensus(), knowledge)
     for receiver in HONEST:
@@ -218,16 +225,16 @@ def test_dissensus():
 
 
 def test_avg_zero_makes_the_plain_mean_zero():
-    honest, lies = honest_rows(known()), told(attacks.AvgZero(), known())[0]
+    honest, messages = honest_rows(known()), told(attacks.AvgZero(), known())[0]
     assert np.abs(honest.mean(axis=0)).max() > 0.1
-    close((honest.sum(axis=0) + lies.sum(axis=0)) / K, np.zeros(D), 1e-6)
+    close((honest.sum(axis=0) + messages.sum(axis=0)) / K, np.zeros(D), 1e-6)
 
 
 def test_large_noise_is_uniform_and_fresh_for_every_receiver():
     knowledge = known(dimension=2000)
     noise = told(attacks.LargeNoise(), knowledge)
     assert_uniform(noise, 1000.0)
-    streams = noise.reshape(K * len(LIARS), -1) / np.linalg.norm(noise, axis=2).reshape(-1, 1)
+    streams = noise.reshape(K * len(ATTACKERS), -1) / np.linalg.norm(noise, axis=2).reshape(-1, 1)
     assert np.abs(np.triu(streams @ streams.T, 1)).max() < 6 / np.sqrt(2000)  # no two senders or receivers alike
     close(told(attacks.LargeNoise(scale=1.0), knowledge), noise / 1000)
 
@@ -235,19 +242,19 @@ def test_large_noise_is_uniform_and_fresh_for_every_receiver():
 def test_mda_fooling_is_accepted_and_as_long_as_it_can_be():
     knowledge = known()
     honest, rows = honest_rows(knowledge), np.asarray(knowledge.vectors)
-    inner = honest[twins.mda_subset(honest, len(LIARS))]  # K − 2f of the K − f honest
+    inner = honest[twins.mda_subset(honest, len(ATTACKERS))]  # K − 2f of the K − f honest
     limit, middle = twins.diameter(inner), inner.mean(axis=0)
-    lies = told(attacks.MDAFooling(), knowledge)
-    assert not np.allclose(lies[0], lies[-1])  # there for one half of the receivers, back for the other
+    messages = told(attacks.MDAFooling(), knowledge)
+    assert not np.allclose(messages[0], messages[-1])  # the two halves of the receivers get opposite ones
     for receiver in HONEST:
-        assert np.ptp(lies[receiver], axis=0).max() == 0
-        step = lies[receiver, 0] - middle
+        assert np.ptp(messages[receiver], axis=0).max() == 0
+        step = messages[receiver, 0] - middle
         assert np.linalg.norm(middle + step - inner, axis=1).max() <= limit * (1 + 1e-5)
         assert np.linalg.norm(middle + 1.05 * step - inner, axis=1).max() > limit
         received = rows.copy()
-        received[list(LIARS)] = lies[receiver]
-        weights = aggregators.MDA().weights(jnp.asarray(received), num_byzantine=len(LIARS))
-        assert (np.asarray(weights)[list(LIARS)] > 0).all()
+        received[list(ATTACKERS)] = messages[receiver]
+        weights = aggregators.MDA().weights(jnp.asarray(received), num_byzantine=len(ATTACKERS))
+        assert (np.asarray(weights)[list(ATTACKERS)] > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +266,7 @@ def test_mda_fooling_is_accepted_and_as_long_as_it_can_be():
     ids=str,
 )
 def test_line_search_finds_the_worst_factor(search, rule):
-    lie = jax.jit(search.lie)
+    false_messages = jax.jit(search.lie)
     sizes = search.largest / 2.0 ** np.arange(search.candidates)
     factors = np.append(-sizes, sizes)
     inner_product = isinstance(search, attacks.OptimalIPM)
@@ -270,11 +277,11 @@ def test_line_search_finds_the_worst_factor(search, rule):
         mean = honest.mean(axis=0)
         direction = mean if inner_product else honest.std(axis=0)
 
-        def damage(lie, knowledge=knowledge, mean=mean):
-            received = knowledge.vectors.at[knowledge.byzantine].set(lie)
-            return np.sum((np.asarray(rule(received, num_byzantine=len(LIARS))) - mean) ** 2)
+        def damage(messages, knowledge=knowledge, mean=mean):
+            received = knowledge.vectors.at[knowledge.byzantine].set(messages)
+            return np.sum((np.asarray(rule(received, num_byzantine=len(ATTACKERS))) - mean) ** 2)
 
-        found = np.asarray(lie(knowledge, EVERYONE))[0]
+        found = np.asarray(false_messages(knowledge, ALL_AGENTS))[0]
         factor = (found[0] - mean) @ direction / (direction @ direction)
         assert np.abs(factors / factor - 1).min() < 1e-3
         harm = [damage(told(attack, knowledge)[0]) for attack in plain]
@@ -291,7 +298,7 @@ def test_fixed_set():
     key = jax.random.key(0)
     for iteration in (0, 7):
         np.testing.assert_array_equal(FixedSet()(K, 3, iteration, key), [10, 11, 12])
-        np.testing.assert_array_equal(FixedSet((8, 1, 4))(K, 3, iteration, key), LIARS)
+        np.testing.assert_array_equal(FixedSet((8, 1, 4))(K, 3, iteration, key), ATTACKERS)
 
 
 @pytest.mark.parametrize("members", [(1, 4), (1, 4, 13), (-1, 4, 8), (1, 1, 4), (1, 1, 4, 8)])

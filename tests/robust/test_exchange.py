@@ -1,6 +1,5 @@
 """One round of messages: what each receiver gets is the rule applied to exactly what that receiver holds."""
 
-import importlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -12,16 +11,14 @@ import pytest
 import twins
 
 from byzpg.robust import aggregators, agreement, attacks
+from byzpg.robust import exchange as module
 from byzpg.robust.attacks import Knowledge
-from byzpg.robust.exchange import exchange
+from byzpg.robust.exchange import attack_key, exchange, rule_key
 from byzpg.robust.least_diameter import SearchLimitError
 
-# `byzpg.robust.exchange`, the attribute, is the function.
-module = importlib.import_module("byzpg.robust.exchange")
-
 K, D, F = 11, 7, 2
-LIARS = (1, 6)
-HONEST = [k for k in range(K) if k not in LIARS]
+ATTACKERS = (1, 6)
+HONEST = [k for k in range(K) if k not in ATTACKERS]
 KEY = jax.random.key(11)
 
 
@@ -29,7 +26,7 @@ def true_vectors() -> np.ndarray:
     return (2 + np.random.default_rng(0).normal(size=(K, D))).astype(np.float32)
 
 
-def ask(rule, attack, phase: Any = "gradients", attackers=LIARS, vectors=None, f: Any = F, **options) -> Any:
+def ask(rule, attack, phase: Any = "gradients", attackers=ATTACKERS, vectors=None, f: Any = F, **options) -> Any:
     vectors = true_vectors() if vectors is None else vectors
     byzantine = np.asarray(attackers, np.int32)
     options = {"key": KEY, **options}
@@ -38,13 +35,13 @@ def ask(rule, attack, phase: Any = "gradients", attackers=LIARS, vectors=None, f
 
 @partial(jax.jit, static_argnames=("attack", "phase", "rule"))
 def messages(attack, phase, attackers, vectors, receivers, rule) -> jax.Array:
-    knowledge = Knowledge(vectors, attackers, jnp.asarray(0), jax.random.fold_in(KEY, 0), rule, F)
+    knowledge = Knowledge(vectors, attackers, jnp.asarray(0), attack_key(KEY), rule, F)
     told = attack.messages(phase, knowledge, receivers)
     return jnp.broadcast_to(told, (len(receivers), *told.shape[1:]))
 
 
 def held(attack, phase, attackers, vectors, receivers, rule=None) -> np.ndarray:
-    """What each of `receivers` holds [r, K, d]: the truth, but the attack's message from every attacker except itself."""
+    """What each of `receivers` holds [r, K, d]: true vectors, except for the messages of the other attackers."""
     rule = rule if attack.uses_rule else None
     told = np.asarray(messages(attack, phase, np.asarray(attackers), vectors, np.asarray(receivers), rule))
     rows = np.tile(np.asarray(vectors), (len(receivers), 1, 1))
@@ -58,7 +55,7 @@ def held(attack, phase, attackers, vectors, receivers, rule=None) -> np.ndarray:
 @jax.jit
 def key_of(receiver) -> jax.Array:
     """The key that `exchange` gives this receiver."""
-    return jax.random.fold_in(jax.random.fold_in(KEY, 1), receiver)
+    return rule_key(KEY, receiver)
 
 
 @jax.jit
@@ -86,7 +83,7 @@ def in_buckets(inner):
     return lambda rows, receiver: inner(twins.buckets(rows, np.asarray(bucket_order(receiver)), 2), F)
 
 
-# What a receiver makes of its rows, in float64 straight from the definition.
+# The result at one receiver, in float64, straight from the definition.
 TWINS = {
     aggregators.Mean(): lambda rows, receiver: twins.mean(rows, F),
     aggregators.Krum(): lambda rows, receiver: twins.krum(rows, F),
@@ -111,7 +108,7 @@ def by_hand(rule, rows, receiver) -> np.ndarray:
     return np.asarray(rule(rows, num_byzantine=F, key=key_of(receiver)))
 
 
-def assert_law(results, rule, attack, phase="gradients", attackers=LIARS, vectors=None, tolerance=1e-4):
+def assert_law(results, rule, attack, phase="gradients", attackers=ATTACKERS, vectors=None, tolerance=1e-4):
     vectors = true_vectors() if vectors is None else vectors
     assert results.shape == vectors.shape
     for receiver, rows in enumerate(held(attack, phase, attackers, vectors, range(K), rule)):
@@ -158,15 +155,15 @@ def test_every_receiver_gets_the_rule_of_what_it_holds(rule, attack, phase):
 
 
 @pytest.mark.parametrize("attack", [NOISE, attacks.AvgZero(), attacks.Dissensus(target="both")], ids=str)
-def test_without_byzantine_agents_everyone_is_heard(attack):
+def test_without_byzantine_agents_every_vector_counts(attack):
     expected = true_vectors().mean(axis=0)
     np.testing.assert_allclose(ask(MEAN, attack, attackers=())[0], np.tile(expected, (K, 1)), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("rule", "attack"), [(aggregators.MoNNA(), SPLIT), (BUCKETS, attacks.SignFlip())], ids=str)
-def test_at_the_server_every_liar_lies(rule, attack):
+def test_at_the_server_every_attacker_sends_a_false_message(rule, attack):
     result, diagnostics = ask(rule, attack, at_server=True, diagnose=True)
-    (rows,) = held(attack, "gradients", LIARS, true_vectors(), [K])
+    (rows,) = held(attack, "gradients", ATTACKERS, true_vectors(), [K])
     expected = by_hand(rule, rows, K)
     assert result.shape == (D,)
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
@@ -249,11 +246,11 @@ def test_diagnostics():
     np.testing.assert_allclose(diagnostics.diameter_before, np.sqrt(pairs.max()), rtol=1e-5)
     np.testing.assert_allclose(diagnostics.diameter_after, twins.diameter(results[HONEST]), atol=1e-5)
     weights = np.asarray(diagnostics.weights)
-    rows = held(NOISE, "parameters", LIARS, true_vectors(), range(K))
+    rows = held(NOISE, "parameters", ATTACKERS, true_vectors(), range(K))
     chosen = [np.isin(np.arange(K), twins.mda_subset(each, F)) for each in rows]
     np.testing.assert_allclose(weights, np.asarray(chosen) / (K - F), atol=1e-6)
     for receiver in range(K):
-        assert (weights[receiver, [attacker for attacker in LIARS if attacker != receiver]] == 0).all()
+        assert (weights[receiver, [attacker for attacker in ATTACKERS if attacker != receiver]] == 0).all()
     assert ask(MEAN, attacks.SignFlip())[1] is None
 
 
@@ -357,7 +354,7 @@ def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
     WATCHED.asked.clear()
     group_bytes(size)
     results, _ = ask(rule, attack)
-    # First it is asked for the shape of its answer to everyone, then for messages.
+    # First it is asked for the shape of its answer to all receivers, then for messages.
     assert WATCHED.asked == {15_500: [K, 4], 1: [K, 1]}.get(size, [])
     assert_law(results, rule, attack)
 
@@ -377,8 +374,8 @@ def largest_intermediate(rule, attack) -> int:
     return max(arrays(program(jnp.zeros((K, 64))).jaxpr))
 
 
-def test_lies_do_not_cost_k_copies(group_bytes):
-    copies = K * len(LIARS) * 64
+def test_false_messages_do_not_cost_k_copies(group_bytes):
+    copies = K * len(ATTACKERS) * 64
     for rule in (aggregators.RFA(), aggregators.TrimmedMean(), aggregators.Krum()):
         assert largest_intermediate(rule, attacks.SignFlip()) < min(copies, K**3)  # K Gram matrices are K³
     assert largest_intermediate(aggregators.RFA(), SPLIT) >= copies  # it would be noticed

@@ -74,14 +74,14 @@ def coverable(far, rows, budget):
 
 def by_recursion(distances, size):
     num_rows = len(distances)
-    everyone, budget = (1 << num_rows) - 1, num_rows - size
+    all_rows, budget = (1 << num_rows) - 1, num_rows - size
 
     def further_than(limit):
         return [sum(1 << int(j) for j in np.flatnonzero(line > limit)) for line in distances]
 
     levels = np.unique(distances)
-    far = further_than(levels[bisect_left(levels, 1, key=lambda x: coverable(further_than(x), everyone, budget))])
-    kept, rows = [], everyone
+    far = further_than(levels[bisect_left(levels, 1, key=lambda x: coverable(further_than(x), all_rows, budget))])
+    kept, rows = [], all_rows
     for row in krum_order(distances, size).tolist():
         if rows >> row & 1 and len(kept) < size:
             rest = rows & ~(1 << row)
@@ -131,7 +131,7 @@ def instances(rng, num_rows=12):
     duplicates, simplex = plane[rng.integers(0, 5, num_rows)], 3 * np.eye(num_rows, dtype=int)
     line, grid = rng.integers(0, 9, (num_rows, 1)), rng.integers(0, 3, (num_rows, 2))
     yield from map(squared, (plane, gaussian(3), gaussian(60), clusters, duplicates, simplex, line, grid))
-    at_diameter = squared(plane)  # attackers exactly as far from everyone as the honest are from each other
+    at_diameter = squared(plane)  # attackers exactly as far from all others as the honest are from each other
     honest, attackers = np.split(rng.permutation(num_rows), [-3])
     at_diameter[attackers] = at_diameter[:, attackers] = at_diameter[np.ix_(honest, honest)].max()
     at_diameter[np.ix_(attackers, attackers)] = 0
@@ -253,7 +253,7 @@ def test_a_search_cut_short_is_a_clear_error():
     rows = np.zeros((16, 15 + 18), np.float32)
     for column, (i, j) in enumerate(PETERSEN):
         rows[i, column], rows[j, column] = 1, -1
-    rows[10:, 15:] = np.kron(np.eye(6), np.ones(3))  # six more, as long, far from nobody
+    rows[10:, 15:] = np.kron(np.eye(6), np.ones(3))  # six more, as long, far from no other
     np.testing.assert_array_equal(squared(rows), graph(16, PETERSEN, near=6, far=8))
     rows, rule = jnp.asarray(rows), aggregators.MDA(node_limit=5)
     message = r"not proven within node_limit = 5 search nodes. Raise node_limit, or use GDA"

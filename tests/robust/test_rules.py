@@ -1,0 +1,107 @@
+"""The one way to apply a rule at a receiver: a Python call, an exchange and a member of a federation all end there."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from byzpg.robust import Krum, Mean, Median, NoAttack, SignFlip
+from byzpg.robust.agreement import GDA, NoAgreement
+from byzpg.robust.exchange import exchange
+from byzpg.robust.geometry import Cloud
+from byzpg.robust.rules import Applied, Rule, apply_at_receiver, apply_rule
+
+K, D, F, OWN = 6, 3, 1, 2
+KEY = jax.random.key(0)
+ROWS = (2 + np.random.default_rng(3).normal(size=(K, D))).astype(np.float32)
+
+
+@partial(jax.jit, static_argnames=("rule", "with_weights"))
+def at_receiver(rule: Rule, rows: Any, present: Any, own: Any, with_weights: bool = False) -> Applied:
+    """As a member of a federation does it: the receiver's rows as a cloud, and the rule on it."""
+    cloud = Cloud.received(jnp.asarray(rows), present, len(rows) - F, own)
+    return apply_at_receiver(rule, cloud, num_byzantine=F, key=KEY, with_weights=with_weights)
+
+
+RULES = [Mean(), Median(), Krum(), GDA(), NoAgreement()]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_call_an_exchange_and_a_receiver_agree(rule: Rule):
+    own = OWN if rule.needs_own else None
+    called = apply_rule(rule, ROWS, num_byzantine=F, present=None, key=None, own=own)
+    applied = at_receiver(rule, ROWS, None, own)
+    np.testing.assert_array_equal(called.result, applied.result)
+    assert int(called.num_usable) == int(applied.num_usable) == K
+    assert bool(called.defined) == bool(applied.defined) is True
+    assert called.weights is None
+    exchanged, _ = exchange(rule, ROWS, byzantine=[], attack=NoAttack(), num_byzantine=F)
+    np.testing.assert_allclose(exchanged[OWN], called.result, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.needs_own], ids=str)
+def test_a_server_has_no_row_of_its_own(rule: Rule):
+    """The server of an exchange holds what a call without `own` is given."""
+    received = ROWS.copy()
+    received[K - 1] *= -3
+    attack = SignFlip(scale=3.0)
+    exchanged, _ = exchange(rule, ROWS, byzantine=[K - 1], attack=attack, num_byzantine=F, at_server=True)
+    np.testing.assert_allclose(exchanged, at_receiver(rule, received, None, None).result, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_too_few_usable_rows_are_an_error_in_a_call_and_nan_elsewhere(rule: Rule):
+    own, vectors = OWN if rule.needs_own else None, ROWS.copy()
+    vectors[0], vectors[4] = np.nan, np.inf  # f = 1 may be missing, but two are
+    with pytest.raises(ValueError, match="only 4 of 6 vectors are present and finite"):
+        apply_rule(rule, vectors, num_byzantine=F, present=None, key=None, own=own)
+    applied = at_receiver(rule, vectors, None, own)
+    assert not bool(applied.defined)
+    assert int(applied.num_usable) == 4
+    assert np.isnan(applied.result).all()
+    exchanged, _ = exchange(rule, vectors, byzantine=[], attack=NoAttack(), num_byzantine=F)
+    assert np.isnan(exchanged).all()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_only_a_rule_that_needs_the_receivers_own_row_misses_it(rule: Rule):
+    vectors = ROWS.copy()
+    vectors[OWN, 1] = np.nan
+    applied = at_receiver(rule, vectors, None, OWN)
+    assert bool(applied.defined) != rule.needs_own
+    assert np.isnan(applied.result).all() == rule.needs_own
+    exchanged, _ = exchange(rule, vectors, byzantine=[], attack=NoAttack(), num_byzantine=F)
+    assert np.isnan(exchanged[OWN]).all() == rule.needs_own
+    assert np.isfinite(np.delete(exchanged, OWN, axis=0)).all()
+    if rule.needs_own:
+        with pytest.raises(ValueError, match="own row, 2, is absent or not finite"):
+            apply_rule(rule, vectors, num_byzantine=F, present=None, key=None, own=OWN)
+    else:
+        called = apply_rule(rule, vectors, num_byzantine=F, present=None, key=None)
+        np.testing.assert_allclose(called.result, applied.result, rtol=1e-6)
+
+
+def test_a_row_that_did_not_arrive_is_like_one_that_is_not_finite():
+    spoiled, present = ROWS.copy(), np.arange(K) != 4
+    spoiled[4] = np.inf
+    for rule in RULES:
+        own = OWN if rule.needs_own else None
+        absent, unsound = at_receiver(rule, ROWS, present, own), at_receiver(rule, spoiled, np.ones(K, bool), own)
+        jax.tree.map(np.testing.assert_array_equal, absent, unsound)
+        assert int(absent.num_usable) == K - 1
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.has_weights], ids=str)
+def test_the_weights_are_those_of_the_result(rule: Rule):
+    own = OWN if rule.needs_own else None
+    applied = at_receiver(rule, ROWS, None, own, with_weights=True)
+    called = apply_rule(rule, ROWS, num_byzantine=F, present=None, key=None, own=own, with_weights=True)
+    np.testing.assert_array_equal(called.weights, applied.weights)
+    np.testing.assert_allclose(np.asarray(applied.weights) @ ROWS, applied.result, rtol=1e-5)
+    _, diagnostics = exchange(rule, ROWS, byzantine=[], attack=NoAttack(), num_byzantine=F, diagnose=True)
+    assert diagnostics is not None
+    assert diagnostics.weights is not None
+    np.testing.assert_allclose(diagnostics.weights[OWN], applied.weights, atol=1e-6)
