@@ -1,21 +1,20 @@
-"""Episodes in a GPU kernel, interpreted on the CPU, against the plain loop; and that GPUs could compile it."""
+"""The rollout kernel, interpreted on the CPU, agrees with the plain loop, and it can be lowered for GPUs."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array, lax
+from jax import Array
 
 from byzpg.envs import ENVIRONMENTS, Environment
 from byzpg.envs.cartpole import CartPole
 from byzpg.envs.spaces import Box
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP, Numbers, Policy, policy_for
-from byzpg.learning.rollout_kernel import Played, Playing, play_in_kernel
-from byzpg.learning.rollouts import Episodes, rollout
+from byzpg.learning.rollout_kernel import Agents, Ongoing, Setup, StepInputs, play_in_kernel
+from byzpg.learning.rollouts import Episodes, play_in_loop, rollout
 from byzpg.robust.attacks import Attack, RandomAction, RewardFlip
 from byzpg.robust.components import Component
 
@@ -24,7 +23,7 @@ NUM_AGENTS, NUM_STEPS, FIRST, HORIZON = 2, 12, 30, 38
 
 @dataclass(frozen=True)
 class Drifting(Component):
-    """Two noisy walkers, pushed; it ends when they are far apart."""
+    """Two noisy points that the actions push; an episode ends when they are far apart."""
 
     name = "Drifting"
     observation_size = 2
@@ -46,43 +45,27 @@ class Drifting(Component):
 
 
 class Looping(CartPole):
-    """Says that it has loops."""
+    """CartPole that claims to have loops."""
 
     has_loops = True
 
 
-def in_a_loop(
-    env: Environment, policy: Policy, weights: Any, playing: Playing, times: Array, noise: Array, mischief: Array
-) -> tuple[Playing, Played]:
-    """By the definition: step by step on whole arrays."""
-
-    def step(playing: Playing, given: tuple[Array, Array, Array]) -> tuple[Playing, Played]:
-        time, units, mixed = given
-        seen = jnp.stack(env.observe(playing.state), axis=-1)
-        outputs = jax.vmap(policy.outputs)(weights, seen)
-        action = jax.vmap(policy.choose)(weights, outputs, units[..., : policy.noise_size])
-        action = jnp.stack([action[0], mixed[1]])  # the second agent lies
-        chance = tuple(units[..., i] for i in range(policy.noise_size, units.shape[-1]))
-        playing, reward = playing.moved(env, env.action_space.numbers(action), chance, time, HORIZON)
-        return playing, Played(seen, action, outputs, reward)
-
-    playing, played = lax.scan(step, playing, (times, noise, mischief))
-    return playing, jax.tree.map(lambda each: jnp.moveaxis(each, 0, 2), played)
+def setup(env: Environment, policy: Policy) -> Setup:
+    return Setup(env, policy, HORIZON, (RandomAction(),))
 
 
-def example(env: Environment, policy: Policy, num_episodes: int) -> tuple[Any, Playing, Array, Array, Array]:
+def example(env: Environment, policy: Policy, num_episodes: int) -> tuple[Agents, Ongoing, StepInputs]:
+    """Two agents, the second of which takes random actions, and episodes of which some have ended."""
     keys = jax.random.split(jax.random.key(0), NUM_AGENTS)
     weights = jax.vmap(policy.unflatten)(2 * jax.vmap(policy.initial)(keys))
     state = jax.vmap(lambda key: jax.vmap(env.reset)(jax.random.split(key, num_episodes)))(keys)
     shape = (NUM_AGENTS, num_episodes)
-    alive = jnp.arange(num_episodes) % 3 != 1 + jnp.arange(NUM_AGENTS)[:, None]  # some have ended before
+    alive = jnp.arange(num_episodes) % 3 != 1 + jnp.arange(NUM_AGENTS)[:, None]
     noise = jax.random.uniform(jax.random.key(1), (NUM_STEPS, *shape, policy.noise_size + env.noise_size))
     draws = jax.random.uniform(jax.random.key(2), (NUM_STEPS, *shape, env.action_space.size))
-    times, mischief = FIRST + jnp.arange(NUM_STEPS), env.action_space.uniform(draws)
-    return weights, Playing(state, alive, jnp.full(shape, FIRST)), times, noise, mischief
-
-
-LIARS = [(RandomAction(), jnp.array([False, True]))]
+    inputs = StepInputs(FIRST + jnp.arange(NUM_STEPS), noise, env.action_space.uniform(draws))
+    ongoing = Ongoing(state, alive, jnp.full(shape, FIRST))
+    return Agents(weights, [jnp.array([False, True])]), ongoing, inputs
 
 
 CARTPOLE = ENVIRONMENTS["CartPole-v1"]()
@@ -105,28 +88,31 @@ CARTPOLE = ENVIRONMENTS["CartPole-v1"]()
 )
 def test_the_kernel_plays_what_the_loop_plays(env: Environment, policy: Policy, num_episodes: int) -> None:
     given = jax.jit(partial(example, env, policy, num_episodes))()
-    expected = jax.jit(partial(in_a_loop, env, policy))(*given)
-    found = jax.jit(partial(play_in_kernel, env, policy, horizon=HORIZON, attackers=LIARS, interpret=True))(*given)
+    expected = jax.jit(partial(play_in_loop, setup(env, policy)))(*given)
+    found = jax.jit(partial(play_in_kernel, setup(env, policy), interpret=True))(*given)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
-    lengths = np.asarray(expected[0].lengths) - FIRST  # the horizon cuts off; those that had ended do not go on
+    _, _, inputs = given
+    np.testing.assert_array_equal(expected[1].actions[1], jnp.moveaxis(inputs.uniform_actions, 0, 2)[1])
+    # The horizon cuts episodes off, and episodes that had ended stay ended.
+    lengths = np.asarray(expected[0].lengths) - FIRST
     assert lengths.max() == HORIZON - FIRST
     assert lengths.min() == 0
 
 
 @pytest.mark.parametrize("env", [member() for member in ENVIRONMENTS.values() if not member().has_loops], ids=str)
-def test_gpus_could_compile_it(env: Environment) -> None:
-    """Lowers it for CUDA, as far as goes without one: what a kernel cannot do fails here."""
+def test_it_can_be_lowered_for_gpus(env: Environment) -> None:
+    """Operations that a kernel does not support fail when it is lowered, which needs no GPU."""
     policy = policy_for("auto", env.observation_size, env.action_space)
     given = jax.eval_shape(partial(example, env, policy, 30))
-    program = jax.jit(partial(play_in_kernel, env, policy, horizon=HORIZON, attackers=LIARS))
+    program = jax.jit(partial(play_in_kernel, setup(env, policy)))
     assert "triton" in program.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
-    ("env", "attack", "hidden", "in_a_kernel"),
+    ("env", "attack", "hidden", "in_kernel"),
     [
         (CARTPOLE, None, (16,), True),
         (CARTPOLE, RewardFlip(), (16,), True),
@@ -136,9 +122,9 @@ def test_gpus_could_compile_it(env: Environment) -> None:
     ],
 )
 def test_rollouts_on_gpus_use_it_where_it_fits(
-    env: Environment, attack: Attack | None, hidden: tuple[int, ...], in_a_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    env: Environment, attack: Attack | None, hidden: tuple[int, ...], in_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no place for wide layers, nor for loops."""
+    """It supports neither wide layers nor environments with loops."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     policy = CategoricalMLP(4, hidden, "tanh", output_tanh=True, num_actions=2)
 
@@ -148,4 +134,4 @@ def test_rollouts_on_gpus_use_it_where_it_fits(
 
     given = (jnp.zeros((2, policy.dimension)), jax.random.split(jax.random.key(0), 2), jnp.array([True, False]))
     program = jax.jit(play).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("triton" in program) == in_a_kernel
+    assert ("triton" in program) == in_kernel

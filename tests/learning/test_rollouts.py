@@ -1,4 +1,4 @@
-"""Episodes: what is written where, when they end, whose noise they hear, and what attacks on play change."""
+"""Rollouts: what is written where, when episodes end, which random numbers they use, and what attacks change."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -26,13 +26,13 @@ NUM_AGENTS, NUM_EPISODES = 6, 20
 class Count(NamedTuple):
     step: Array
     last: Array
-    first_heard: Array
-    second_heard: Array
+    first_noise: Array
+    second_noise: Array
 
 
 @dataclass(frozen=True)
 class Counting(Component):
-    """Counts its steps, remembers the noise it hears, pays step + 1, and ends at a length drawn at reset."""
+    """Counts its steps and stores its noise. The reward is step + 1, and the length of an episode is drawn at reset."""
 
     shortest: int
     longest: int
@@ -58,7 +58,7 @@ class Counting(Component):
 
 @dataclass(frozen=True)
 class Drifting(Component):
-    """A point in the plane that moves by the action; its third coordinate is the noise it hears."""
+    """A point in the plane that moves by the action; its third coordinate is its noise."""
 
     name = "Drifting"
     observation_size = 3
@@ -81,7 +81,7 @@ class Drifting(Component):
 
 @dataclass(frozen=True)
 class RandomActionRewardFlip(RandomAction, RewardFlip):
-    """`act` of the one, `record` of the other."""
+    """Combines `act` of RandomAction with `record` of RewardFlip."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class KeyedActionRandomReward(RandomReward):
         return (uniform + 1) % 3
 
 
-# Prefers action 0 whatever it sees, so that random actions stand out.
+# This policy prefers action 0 at every observation, so that random actions are easy to detect.
 PREFERRING = CategoricalMLP(4, (), num_actions=3)
 PREFERENCE = np.tile(np.array([0.0] * 12 + [1.5, 0.0, 0.0], np.float32), (NUM_AGENTS, 1))
 PROBABILITIES = np.exp([1.5, 0, 0]) / np.sum(np.exp([1.5, 0, 0]))
-LIARS = np.array([False, True, False, False, True, False])
+ATTACKERS = np.array([False, True, False, False, True, False])
 
 
 @partial(
@@ -120,7 +120,7 @@ def in_numpy(episodes: Episodes) -> Any:
 
 @cache
 def counted(env: Counting, horizon: int, attack: Attack | None = None) -> Any:
-    options = {"num_episodes": NUM_EPISODES, "horizon": horizon, "attack": attack, "byzantine": LIARS}
+    options = {"num_episodes": NUM_EPISODES, "horizon": horizon, "attack": attack, "byzantine": ATTACKERS}
     return in_numpy(play(env, PREFERRING, PREFERENCE, agent_keys(0), **options))
 
 
@@ -212,8 +212,10 @@ def uncorrelated(one: np.ndarray, other: np.ndarray, alive: np.ndarray | bool = 
 
 
 def unlike_each_other(values: np.ndarray, alive: np.ndarray) -> bool:
-    """No value [agent, episode, time] tells of the same one a step, a piece or a span later, nor of the next agent's or
-    episode's."""
+    """Whether no value [agent, episode, time] correlates with a later one, another agent's or another episode's.
+
+    Later means: by a step, a piece or a span.
+    """
     clock = Clock(MIXED[1])
     return (
         all(
@@ -225,21 +227,21 @@ def unlike_each_other(values: np.ndarray, alive: np.ndarray) -> bool:
     )
 
 
-def test_the_environment_hears_fresh_uniform_noise_that_is_not_the_policys() -> None:
+def test_the_environment_gets_fresh_uniform_noise_that_is_not_the_policys() -> None:
     episodes = counted(*MIXED)
     alive = living(episodes)[:, :, :100]
-    heard, actions = episodes.observations[:, :, 1:101, 2:], episodes.actions[:, :, :100]
-    flat = heard[alive]
+    noise, actions = episodes.observations[:, :, 1:101, 2:], episodes.actions[:, :, :100]
+    flat = noise[alive]
     assert np.all((flat >= 0) & (flat < 1))
     # Draws have 23 bits: of some 18,000, about 20 are found twice by chance; noise used twice would make thousands.
     assert len(np.unique(flat)) > flat.size - 80
     for column in flat.T:
         quantiles = np.quantile(column, [0.1, 0.5, 0.9])
         np.testing.assert_allclose(quantiles, [0.1, 0.5, 0.9], atol=4.5 * 0.5 / np.sqrt(len(column)))
-    assert uncorrelated(heard[..., 0], heard[..., 1], alive)
+    assert uncorrelated(noise[..., 0], noise[..., 1], alive)
     for i in range(2):
-        assert uncorrelated(heard[..., i], actions, alive)
-        assert unlike_each_other(heard[..., i], alive)
+        assert uncorrelated(noise[..., i], actions, alive)
+        assert unlike_each_other(noise[..., i], alive)
 
 
 def test_actions_are_drawn_as_often_as_the_policy_says() -> None:
@@ -260,7 +262,7 @@ LINEAR = CategoricalMLP(4, (), num_actions=2)
 
 
 def cartpole_parameters() -> np.ndarray:
-    """Three agents that balance the pole ever better, and three that do not try."""
+    """Three agents that balance the pole, each better than the one before, and three that act at random."""
     balancing = np.zeros((4, 2), np.float32)
     balancing[:, 1] = [0.02, 0.05, 1, 0.3]
     scales = np.array([6, 12, 40, 0, 0, 0], np.float32)
@@ -277,8 +279,8 @@ def cartpole_episodes() -> Any:
     return play_cartpole(slice(None), agent_keys(1))
 
 
-def test_gymnasium_goes_the_recorded_way() -> None:
-    """Every recorded step again, from the recorded observation with the recorded action."""
+def test_gymnasium_repeats_every_recorded_step() -> None:
+    """Each step starts from the recorded observation and takes the recorded action."""
     episodes = cartpole_episodes()
     reference: Any = gymnasium.make("CartPole-v1").unwrapped
     for index, length in each(episodes):
@@ -346,12 +348,12 @@ def test_keys_alone_decide_bit_for_bit() -> None:
 # Attacks on play
 
 
-def same_but(poisoned: Any, plain: Any, changed: tuple[str, ...]) -> None:
-    """Honest agents' episodes are bit for bit the same; attackers' are, but for what is `changed`."""
+def assert_same_except(poisoned: Any, plain: Any, changed: tuple[str, ...]) -> None:
+    """All episodes are equal to the bit, except for the fields `changed` of the attackers' episodes."""
     for field in fields(Episodes):
         one, other = getattr(poisoned, field.name), getattr(plain, field.name)
         if one.ndim:
-            np.testing.assert_array_equal(one[~LIARS], other[~LIARS], err_msg=field.name)
+            np.testing.assert_array_equal(one[~ATTACKERS], other[~ATTACKERS], err_msg=field.name)
         if field.name not in changed:
             np.testing.assert_array_equal(one, other, err_msg=field.name)
 
@@ -361,45 +363,45 @@ def chi_square(actions: np.ndarray) -> float:
     return float(np.sum((counts - actions.size / 3) ** 2) / (actions.size / 3))
 
 
-def test_random_actions_are_uniform_and_flipped_rewards_are_noted_but_returns_are_what_was_paid() -> None:
+def test_random_actions_are_uniform_and_flipped_rewards_are_recorded_but_returns_are_true() -> None:
     plain, poisoned = counted(*MIXED), counted(*MIXED, RandomActionRewardFlip())
-    same_but(poisoned, plain, ("actions", "log_probabilities", "rewards"))
+    assert_same_except(poisoned, plain, ("actions", "log_probabilities", "rewards"))
     alive, actions = living(plain), poisoned.actions
     for agent in range(NUM_AGENTS):
         # Two degrees of freedom: above 20 once in 20,000.
-        assert (chi_square(actions[agent][alive[agent]]) < 20) == LIARS[agent]
-    assert unlike_each_other(actions[LIARS], alive[LIARS])
-    assert uncorrelated(actions[LIARS], plain.actions[LIARS], alive[LIARS])
-    # What the policy makes of the action taken, not of the one it chose.
+        assert (chi_square(actions[agent][alive[agent]]) < 20) == ATTACKERS[agent]
+    assert unlike_each_other(actions[ATTACKERS], alive[ATTACKERS])
+    assert uncorrelated(actions[ATTACKERS], plain.actions[ATTACKERS], alive[ATTACKERS])
+    # The log-probability belongs to the action taken, not to the one that the policy chose.
     expected = np.where(alive, np.log(PROBABILITIES)[actions], 0)
     np.testing.assert_allclose(poisoned.log_probabilities, expected, rtol=1e-5)
-    np.testing.assert_array_equal(poisoned.rewards[LIARS], -plain.rewards[LIARS])
+    np.testing.assert_array_equal(poisoned.rewards[ATTACKERS], -plain.rewards[ATTACKERS])
 
 
-def test_random_rewards_are_noted_and_both_hooks_hear_draws_of_their_own_at_every_step() -> None:
+def test_random_rewards_are_recorded_and_both_hooks_get_draws_of_their_own_at_every_step() -> None:
     plain, poisoned = counted(*MIXED), counted(*MIXED, KeyedActionRandomReward(scale=2.0))
-    same_but(poisoned, plain, ("actions", "log_probabilities", "rewards"))
-    alive = living(plain)[LIARS]
-    actions, rewards = poisoned.actions[LIARS], poisoned.rewards[LIARS]
+    assert_same_except(poisoned, plain, ("actions", "log_probabilities", "rewards"))
+    alive = living(plain)[ATTACKERS]
+    actions, rewards = poisoned.actions[ATTACKERS], poisoned.rewards[ATTACKERS]
     assert np.all(rewards[~alive] == 0)
-    noted, size = rewards[alive], np.sum(alive)
-    assert np.all(np.abs(noted) < 2)
-    assert abs(np.mean(noted)) < 4.5 * 2 / np.sqrt(3 * size)
+    recorded, size = rewards[alive], np.sum(alive)
+    assert np.all(np.abs(recorded) < 2)
+    assert abs(np.mean(recorded)) < 4.5 * 2 / np.sqrt(3 * size)
     # The fourth moment of a uniform draw is 9/5 of the squared variance.
-    assert np.var(noted) == pytest.approx(4 / 3, rel=4.5 * np.sqrt(0.8 / size))
+    assert np.var(recorded) == pytest.approx(4 / 3, rel=4.5 * np.sqrt(0.8 / size))
     assert chi_square(actions[alive]) < 20
     assert uncorrelated(actions, rewards, alive)
     for values in (actions, rewards):
         assert unlike_each_other(values, alive)
 
 
-def test_attacks_on_play_stand_side_by_side() -> None:
-    """Each attack's agents play as under it alone, the others honestly, bit for bit."""
-    acting, noting = LIARS & (np.arange(NUM_AGENTS) < 2), LIARS & (np.arange(NUM_AGENTS) >= 2)
-    assert np.any(acting)
-    assert np.any(noting)
+def test_attacks_on_play_do_not_affect_each_other() -> None:
+    """Under two attacks, each agent plays as it does under its own attack alone, to the bit."""
+    on_actions, on_rewards = ATTACKERS & (np.arange(NUM_AGENTS) < 2), ATTACKERS & (np.arange(NUM_AGENTS) >= 2)
+    assert np.any(on_actions)
+    assert np.any(on_rewards)
     env, horizon = MIXED
-    attackers = [(RandomActionRewardFlip(), acting), (RandomReward(), noting)]
+    attackers = [(RandomActionRewardFlip(), on_actions), (RandomReward(), on_rewards)]
 
     @jax.jit
     def play_both(keys: Array) -> Episodes:
@@ -407,22 +409,22 @@ def test_attacks_on_play_stand_side_by_side() -> None:
         return rollout(env, PREFERRING, jnp.asarray(PREFERENCE), keys, **options)
 
     both = play_both(agent_keys(0))
-    for attack, who in attackers:
+    for attack, mask in attackers:
         alone = counted(env, horizon, attack)
         for field in fields(Episodes):
             if field.name != "steps":
                 ours = np.asarray(getattr(both, field.name))
-                np.testing.assert_array_equal(ours[who | ~LIARS], getattr(alone, field.name)[who | ~LIARS])
+                np.testing.assert_array_equal(ours[mask | ~ATTACKERS], getattr(alone, field.name)[mask | ~ATTACKERS])
 
 
 # Continuous actions
 
 
-def test_continuous_actions_are_drawn_recorded_and_lied_about() -> None:
+def test_continuous_actions_are_drawn_recorded_and_attacked() -> None:
     policy = GaussianMLP(3, (), action_size=2)
     rng = np.random.default_rng(0)
     parameters = rng.normal(0, 0.3, (NUM_AGENTS, policy.dimension)).astype(np.float32)
-    options = {"num_episodes": NUM_EPISODES, "horizon": 7, "attack": RandomAction(), "byzantine": LIARS}
+    options = {"num_episodes": NUM_EPISODES, "horizon": 7, "attack": RandomAction(), "byzantine": ATTACKERS}
     episodes = in_numpy(play(Drifting(), policy, parameters, agent_keys(5), **options))
     padded = Clock(7).padded
     assert episodes.observations.shape == (NUM_AGENTS, NUM_EPISODES, padded, 3)
@@ -443,15 +445,17 @@ def test_continuous_actions_are_drawn_recorded_and_lied_about() -> None:
     standardised = (actions - observations @ matrices - biases) / stds
     expected = -np.sum(standardised**2 / 2 + np.log(stds) + np.log(2 * np.pi) / 2, axis=-1)
     np.testing.assert_allclose(episodes.log_probabilities[:, :, :7], expected, rtol=1e-4, atol=1e-4)
-    honest = standardised[~LIARS].reshape(-1, 2)
+    honest = standardised[~ATTACKERS].reshape(-1, 2)
     np.testing.assert_allclose(np.mean(honest, axis=0), 0, atol=4.5 / np.sqrt(len(honest)))
     np.testing.assert_allclose(np.cov(honest.T), np.eye(2), atol=4.5 * np.sqrt(2 / len(honest)))
 
-    lies = actions[LIARS].reshape(-1, 2)
-    assert np.all((lies >= [-3, 0]) & (lies < [1, 1]))
-    np.testing.assert_allclose(np.mean(lies, axis=0), [-1, 0.5], atol=4.5 * 4 / np.sqrt(12 * len(lies)))
-    np.testing.assert_allclose(np.std(lies, axis=0), [4 / np.sqrt(12), 1 / np.sqrt(12)], rtol=2 / np.sqrt(len(lies)))
-    # Where the bounds are 0 and 1 a uniform action is the draw itself: it must be no other draw.
-    heard = observations[LIARS, :, 1:, 2]
-    assert not set(lies[:, 1]) & set(heard.ravel())
-    assert len(set(lies[:, 1])) == len(lies)
+    attacked = actions[ATTACKERS].reshape(-1, 2)
+    assert np.all((attacked >= [-3, 0]) & (attacked < [1, 1]))
+    np.testing.assert_allclose(np.mean(attacked, axis=0), [-1, 0.5], atol=4.5 * 4 / np.sqrt(12 * len(attacked)))
+    np.testing.assert_allclose(
+        np.std(attacked, axis=0), [4 / np.sqrt(12), 1 / np.sqrt(12)], rtol=2 / np.sqrt(len(attacked))
+    )
+    # Between 0 and 1 a uniform action is the draw itself, so it must differ from the environment's noise.
+    noise = observations[ATTACKERS, :, 1:, 2]
+    assert not set(attacked[:, 1]) & set(noise.ravel())
+    assert len(set(attacked[:, 1])) == len(attacked)

@@ -1,9 +1,10 @@
-"""Whole episodes of any task: compiled where the task is made of arrays, else in lockstep on the host.
+"""Rollouts of any task: compiled if the task is written in JAX, else step by step on the host.
 
-On the host the policies of all agents are one compiled call per time step. Random numbers have the addresses that they
-have in `rollouts`, and so the same actions are drawn there and here.
+On the host, one compiled call per time step evaluates the policies of all agents. Random numbers have the same
+addresses as in `rollouts`, so both ways draw the same actions.
 """
 
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -12,10 +13,20 @@ import numpy as np
 from jax import Array
 
 from byzpg.envs import Task
-from byzpg.envs.host import HostTask
+from byzpg.envs.host import HostTask, Stage
 from byzpg.envs.spaces import Discrete, Space
 from byzpg.learning.policies import Policy, Weights
-from byzpg.learning.rollouts import MISCHIEF, NOISE, RECORD, RESET, Clock, Episodes, PlayAttacks, rollout, where_agents
+from byzpg.learning.rollouts import (
+    ATTACK_ACTIONS,
+    ATTACK_REWARDS,
+    NOISE,
+    RESET,
+    Clock,
+    Episodes,
+    PlayAttacks,
+    rollout,
+    where_agents,
+)
 from byzpg.robust.attacks import Attack
 
 
@@ -29,77 +40,143 @@ def play(
     horizon: int,
     attackers: PlayAttacks,
 ) -> Episodes:
-    """As `rollout`, for any task; one on the host cannot be played inside a compiled program."""
-    if isinstance(task, HostTask):
-        return _play_on_host(task, policy, parameters, keys, num_episodes, Clock(horizon), attackers)
-    return rollout(task, policy, parameters, keys, num_episodes=num_episodes, horizon=horizon, attackers=attackers)
+    """Play episodes of any task, as `rollout` does.
+
+    Tasks on the host cannot be played inside a compiled program: for them, this function must not be traced.
+    """
+    if not isinstance(task, HostTask):
+        return rollout(task, policy, parameters, keys, num_episodes=num_episodes, horizon=horizon, attackers=attackers)
+    clock = Clock(horizon)
+    record = _Record(task, clock, len(parameters), num_episodes)
+    actor = _Actor(policy, task.action_space, clock, num_episodes, keys, _weights(parameters, policy), attackers)
+    with task.stage(record.num_rows) as stage:
+        _play_on_stage(stage, record, actor)
+    returns = jnp.sum(jnp.asarray(record.by_agent(record.rewards)), axis=2)
+    return record.episodes(actor.recorded_rewards(record), returns)
 
 
-def _play_on_host(
-    task: HostTask,
-    policy: Policy,
-    parameters: Array,
-    keys: Array,
-    num_episodes: int,
-    clock: Clock,
-    attackers: PlayAttacks,
-) -> Episodes:
-    attacks, masks = tuple(attack for attack, _ in attackers), [who for _, who in attackers]
-    shape = (len(parameters), num_episodes)
-    num_rows = shape[0] * shape[1]  # one per episode of an agent
-    weights = _weights(parameters, policy)
-    observations = np.zeros((num_rows, clock.padded, task.observation_size), np.float32)
-    of_action = () if isinstance(task.action_space, Discrete) else (task.action_space.size,)
-    actions = np.zeros((num_rows, clock.padded, *of_action), np.float32 if of_action else np.int32)
-    rewards, log_probabilities = np.zeros((2, num_rows, clock.padded), np.float32)
-    lengths, live = np.zeros(num_rows, np.int32), np.arange(num_rows)
-
-    def by_agent(rows: np.ndarray) -> np.ndarray:
-        return rows.reshape(*shape, *rows.shape[1:])
-
-    with task.stage(num_rows) as stage:
-        seen = _finite(task, "observation", stage.reset(np.asarray(_seeds(keys, num_episodes)).reshape(-1)))
-        noise = mischief = None
-        for time in range(clock.horizon):
-            piece, within = divmod(time, clock.piece)
-            if within == 0:
-                noise = _draws(keys, piece, NOISE, (clock.piece, num_episodes, policy.noise_size))
-                if any(attack.changes_actions for attack in attacks):
-                    mischief = _draws(keys, piece, MISCHIEF, (clock.piece, num_episodes, task.action_space.size))
-            taken = _act(weights, by_agent(seen), noise, mischief, within, masks, policy, task.action_space, attacks)
-            action, log_probability = (np.asarray(each).reshape(num_rows, *each.shape[2:])[live] for each in taken)
-            observations[live, time], actions[live, time], log_probabilities[live, time] = (
-                seen[live],
-                action,
-                log_probability,
-            )
-            outcome = stage.step(live, action)
-            seen[live] = _finite(task, "observation", outcome.observations)
-            rewards[live, time] = _finite(task, "reward", outcome.rewards)
-            lengths[live] += 1
-            live = live[~(outcome.terminated | outcome.truncated)]
-            if not len(live):
-                break
-    paid = jnp.asarray(by_agent(rewards))
-    return Episodes(
-        observations=jnp.asarray(by_agent(observations)),
-        actions=jnp.asarray(by_agent(actions)),
-        rewards=_noted(paid, by_agent(lengths), masks, keys, attacks, clock),
-        log_probabilities=jnp.asarray(by_agent(log_probabilities)),
-        lengths=jnp.asarray(by_agent(lengths)),
-        returns=jnp.sum(paid, axis=2),
-        steps=jnp.asarray(np.max(lengths)),
-    )
-
-
-def _finite(task: HostTask, what: str, values: np.ndarray) -> np.ndarray:
-    """The same; one number that is none would spoil every gradient after it."""
-    if not np.all(np.isfinite(values)):
-        raise ValueError(
-            f"{task.name} gave the {what} {values[~np.isfinite(values)][0]}: every number must be finite. Mend the "
-            "task, or put a wrapper around it that replaces such numbers."
+def _play_on_stage(stage: Stage, record: "_Record", actor: "_Actor") -> None:
+    """Step all episodes together until the last one has ended."""
+    observations = record.checked("observation", stage.reset(actor.seeds()))
+    live = np.arange(record.num_rows)
+    for time in range(record.clock.horizon):
+        taken = actor.act(record.by_agent(observations), time)
+        actions, log_probabilities = (
+            np.asarray(each).reshape(record.num_rows, *each.shape[2:])[live] for each in taken
         )
-    return values
+        record.observations[live, time] = observations[live]
+        record.actions[live, time] = actions
+        record.log_probabilities[live, time] = log_probabilities
+        outcome = stage.step(live, actions)
+        observations[live] = record.checked("observation", outcome.observations)
+        record.rewards[live, time] = record.checked("reward", outcome.rewards)
+        record.lengths[live] += 1
+        live = live[~(outcome.terminated | outcome.truncated)]
+        if not len(live):
+            break
+
+
+@dataclass
+class _Record:
+    """Arrays on the host into which episodes are written: one row for each episode of each agent."""
+
+    task: HostTask
+    clock: Clock
+    num_agents: int
+    num_episodes: int
+
+    def __post_init__(self) -> None:
+        rows, padded, space = self.num_rows, self.clock.padded, self.task.action_space
+        self.observations = np.zeros((rows, padded, self.task.observation_size), np.float32)
+        if isinstance(space, Discrete):
+            self.actions = np.zeros((rows, padded), np.int32)
+        else:
+            self.actions = np.zeros((rows, padded, space.size), np.float32)
+        self.rewards = np.zeros((rows, padded), np.float32)  # as the environment paid them
+        self.log_probabilities = np.zeros((rows, padded), np.float32)
+        self.lengths = np.zeros(rows, np.int32)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_agents * self.num_episodes
+
+    def by_agent(self, rows: np.ndarray) -> np.ndarray:
+        """[row, ...] → [agent, episode, ...]."""
+        return rows.reshape(self.num_agents, self.num_episodes, *rows.shape[1:])
+
+    def checked(self, kind: str, values: np.ndarray) -> np.ndarray:
+        """The same values if all are finite: a single NaN would spoil every gradient after it."""
+        if not np.all(np.isfinite(values)):
+            raise ValueError(
+                f"{self.task.name} gave the {kind} {values[~np.isfinite(values)][0]}: every number must be finite. "
+                "Fix the task, or wrap it so that such numbers are replaced."
+            )
+        return values
+
+    def episodes(self, recorded_rewards: Array, returns: Array) -> Episodes:
+        return Episodes(
+            observations=jnp.asarray(self.by_agent(self.observations)),
+            actions=jnp.asarray(self.by_agent(self.actions)),
+            rewards=recorded_rewards,
+            log_probabilities=jnp.asarray(self.by_agent(self.log_probabilities)),
+            lengths=jnp.asarray(self.by_agent(self.lengths)),
+            returns=returns,
+            steps=jnp.asarray(np.max(self.lengths)),
+        )
+
+
+@dataclass
+class _Actor:
+    """All agents of a rollout: they choose actions and record rewards."""
+
+    policy: Policy
+    action_space: Space
+    clock: Clock
+    num_episodes: int
+    keys: Array  # [agent]
+    weights: Weights  # leaves [agent, ...]
+    attackers: PlayAttacks
+    # The draws [time, agent, episode, size] of the current piece, for the policies and for attacks on actions.
+    noise: Array | None = field(default=None, init=False)
+    attack_draws: Array | None = field(default=None, init=False)
+
+    def seeds(self) -> np.ndarray:
+        """The seeds of all episodes [row]."""
+        return np.asarray(_seeds(self.keys, num_episodes=self.num_episodes)).reshape(-1)
+
+    def act(self, observations: np.ndarray, time: int) -> tuple[Array, Array]:
+        """The actions [agent, episode, ...] at observations [agent, episode, feature], and log π of them."""
+        on_actions = [(attack, mask) for attack, mask in self.attackers if attack.changes_actions]
+        piece, within = divmod(time, self.clock.piece)
+        if within == 0:
+            shape = self.clock.piece, self.num_episodes
+            self.noise = _draws(self.keys, piece, purpose=NOISE, shape=(*shape, self.policy.noise_size))
+            if on_actions:
+                self.attack_draws = _draws(
+                    self.keys, piece, purpose=ATTACK_ACTIONS, shape=(*shape, self.action_space.size)
+                )
+        return _act(
+            self.weights,
+            observations,
+            self.noise,
+            self.attack_draws,
+            within,
+            [mask for _, mask in on_actions],
+            policy=self.policy,
+            space=self.action_space,
+            attacks=tuple(attack for attack, _ in on_actions),
+        )
+
+    def recorded_rewards(self, record: _Record) -> Array:
+        """What the agents record [agent, episode, time] of the environment's rewards."""
+        return _recorded_rewards(
+            jnp.asarray(record.by_agent(record.rewards)),
+            record.by_agent(record.lengths),
+            self.keys,
+            [mask for _, mask in self.attackers],
+            attacks=tuple(attack for attack, _ in self.attackers),
+            clock=self.clock,
+        )
 
 
 @partial(jax.jit, static_argnames="policy")
@@ -108,13 +185,13 @@ def _weights(parameters: Array, policy: Policy) -> Weights:
 
 
 @partial(jax.jit, static_argnames="num_episodes")
-def _seeds(keys: Array, num_episodes: int) -> Array:
-    """Of every agent's episodes [agent, episode]; EnvPool's go to 2³¹ − 2."""
+def _seeds(keys: Array, *, num_episodes: int) -> Array:
+    """Seeds [agent, episode], at most 2³¹ − 2: EnvPool takes no larger ones."""
     return jax.vmap(lambda key: jax.random.randint(key, (num_episodes,), 0, 2**31 - 1))(_keys_at(keys, RESET))
 
 
 @partial(jax.jit, static_argnames=("purpose", "shape"))
-def _draws(keys: Array, piece: int, purpose: int, shape: tuple[int, int, int]) -> Array:
+def _draws(keys: Array, piece: int, *, purpose: int, shape: tuple[int, int, int]) -> Array:
     """Uniform draws [time, agent, episode, size] for one piece."""
     return jax.vmap(lambda key: jax.random.uniform(key, shape), out_axes=1)(_keys_at(keys, purpose, piece))
 
@@ -122,44 +199,45 @@ def _draws(keys: Array, piece: int, purpose: int, shape: tuple[int, int, int]) -
 @partial(jax.jit, static_argnames=("policy", "space", "attacks"))
 def _act(
     weights: Weights,
-    seen: Array,
+    observations: Array,
     noise: Array,
-    mischief: Array | None,
+    attack_draws: Array | None,
     within: int,
     masks: list[Array],
+    *,
     policy: Policy,
     space: Space,
     attacks: tuple[Attack, ...],
 ) -> tuple[Array, Array]:
-    """The actions taken [agent, episode, ...] where `seen` [agent, episode, feature], and log π of them."""
-    outputs = jax.vmap(policy.outputs)(weights, seen)
+    """`_Actor.act`, at time step `within` of a piece with the draws `noise` and `attack_draws`."""
+    outputs = jax.vmap(policy.outputs)(weights, observations)
     action = jax.vmap(policy.draw)(weights, outputs, noise[within])
-    if mischief is not None:
-        uniform = space.uniform(mischief[within])
-        for attack, who in zip(attacks, masks, strict=True):
-            action = where_agents(who, attack.act(action, uniform), action)
+    if attack_draws is not None:
+        uniform = space.uniform(attack_draws[within])
+        for attack, mask in zip(attacks, masks, strict=True):
+            action = where_agents(mask, attack.act(action, uniform), action)
     return action, jax.vmap(policy.log_probability)(weights, outputs, action)
 
 
 @partial(jax.jit, static_argnames=("attacks", "clock"))
-def _noted(
-    rewards: Array, lengths: Array, masks: list[Array], keys: Array, attacks: tuple[Attack, ...], clock: Clock
+def _recorded_rewards(
+    rewards: Array, lengths: Array, keys: Array, masks: list[Array], *, attacks: tuple[Attack, ...], clock: Clock
 ) -> Array:
-    """What agents note down [agent, episode, time] where the environment paid `rewards`."""
+    """`_Actor.recorded_rewards`, for rewards [agent, episode, time] of episodes of these lengths [agent, episode]."""
     alive = jnp.arange(clock.padded) < lengths[..., None]
-    for attack, who in zip(attacks, masks, strict=True):
+    for attack, mask in zip(attacks, masks, strict=True):
         pieces = rewards.reshape(*lengths.shape, -1, clock.piece)
 
-        def of_piece(paid: Array, piece: Array, attack: Attack = attack) -> Array:
-            return jax.vmap(attack.record)(paid, _keys_at(keys, RECORD, piece))
+        def of_piece(rewards: Array, piece: Array, attack: Attack = attack) -> Array:
+            return jax.vmap(attack.record)(rewards, _keys_at(keys, ATTACK_REWARDS, piece))
 
         changed = jax.vmap(of_piece, (2, 0), 2)(pieces, jnp.arange(pieces.shape[2])).reshape(rewards.shape)
-        rewards = jnp.where(who[:, None, None] & alive, changed, rewards)
+        rewards = jnp.where(mask[:, None, None] & alive, changed, rewards)
     return rewards
 
 
 def _keys_at(keys: Array, *address: Array | int) -> Array:
-    """fold_in of each agent's key along the address."""
+    """Fold an address into each agent's key [agent], part by part."""
     for part in address:
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, part)
     return keys
