@@ -247,7 +247,18 @@ def all_gates(
     episodes: Episodes,
 ) -> list[tuple[Array, Health]]:
     return [
-        corrected_gradient(policy, parameters, previous, direction, episodes, estimator, importance, gate, 0.98, CLOCK)
+        corrected_gradient(
+            policy,
+            parameters,
+            episodes,
+            previous=previous,
+            direction=direction,
+            estimator=estimator,
+            importance=importance,
+            gate=gate,
+            discount=0.98,
+            clock=CLOCK,
+        )
         for gate in GATES
     ]
 
@@ -502,7 +513,16 @@ def estimate_all(episodes: Episodes) -> dict[str, Array]:
         estimator: Any = Chosen([estimator for estimator, _ in weighted.values()], index)
         importance: Any = Chosen([importance for _, importance in weighted.values()], index)
         return corrected_gradient(
-            POLICY, parameters, previous, nothing, episodes, estimator, importance, 1.0, DISCOUNT, clock
+            POLICY,
+            parameters,
+            episodes,
+            previous=previous,
+            direction=nothing,
+            estimator=estimator,
+            importance=importance,
+            gate=1.0,
+            discount=DISCOUNT,
+            clock=clock,
         )[0]
 
     gradients = lax.map(plain, jnp.arange(len(estimators)))
@@ -565,7 +585,16 @@ def page(episodes: Episodes, previous: Array, direction: Array) -> tuple[list[Ar
         steps = episodes.steps
         batch = replace(jax.tree.map(lambda values: values[:, :size] if values.ndim else values, episodes), steps=steps)
         return corrected_gradient(
-            POLICY, parameters, before, carried, batch, GPOMDP(), TRAJECTORY, gate, DISCOUNT, clock
+            POLICY,
+            parameters,
+            batch,
+            previous=before,
+            direction=carried,
+            estimator=GPOMDP(),
+            importance=TRAJECTORY,
+            gate=gate,
+            discount=DISCOUNT,
+            clock=clock,
         )[0]
 
     return [estimate(size, 1.0) for size in BATCHES], estimate(4, 0.0)

@@ -105,14 +105,14 @@ class Agent(Component):
             estimate, health = corrected_gradient(
                 self.policy,
                 state.parameters,
-                state.previous,
-                state.direction,
                 episodes,
-                self.estimator,
-                self.importance,
-                self.gate,
-                self.discount,
-                clock,
+                previous=state.previous,
+                direction=state.direction,
+                estimator=self.estimator,
+                importance=self.importance,
+                gate=self.gate,
+                discount=self.discount,
+                clock=clock,
             )
         return estimate, Sampled(episodes.returns, episodes.lengths, health)
 

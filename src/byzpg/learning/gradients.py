@@ -1,7 +1,7 @@
 """Policy-gradient estimates from episodes: REINFORCE, GPOMDP, importance weights, the PAGE correction.
 
-Every estimate here is Σ_t c_t ∇log π(a_t|s_t), averaged over episodes. So an estimator is a rule for the coefficients
-c [agent, episode, time], and one function takes the gradients.
+Every estimate is Σ_t c_t ∇log π(a_t|s_t), averaged over episodes. An estimator therefore only computes the coefficients
+c [agent, episode, time]; one function, `weighted_scores`, computes the gradients for all estimators.
 """
 
 from abc import abstractmethod
@@ -23,8 +23,9 @@ from byzpg.robust.components import Component, check_choice, check_positive
 class Estimator(Component):
     """How rewards become the coefficients of ∇log π.
 
-    baseline "leave-one-out": the mean over the batch's other episodes (at the same step, for GPOMDP); since it does not
-    depend on the episode it is taken from, the estimate stays unbiased.
+    Attributes:
+        baseline: "none", or "leave-one-out": subtract the mean over the other episodes of the batch (at the same step,
+            for GPOMDP). This mean does not depend on the episode itself, so the estimate stays unbiased.
     """
 
     baseline: Literal["none", "leave-one-out"] = "none"
@@ -33,9 +34,10 @@ class Estimator(Component):
         check_choice(self, "baseline", self.baseline, ("none", "leave-one-out"))
 
     def check(self, num_episodes: int) -> None:
+        """Raise a ValueError if batches of this size are too small."""
         if self.baseline == "leave-one-out" and num_episodes < 2:
             raise ValueError(
-                f"{self} compares episodes with each other: batches must hold at least 2, got {num_episodes}."
+                f"{self} compares the episodes of a batch, so a batch must hold at least 2, got {num_episodes}."
             )
 
     def _centred(self, values: Array) -> Array:
@@ -48,8 +50,14 @@ class Estimator(Component):
 
     @abstractmethod
     def coefficients(self, rewards: Array, discount: float, log_weights: Array | None) -> Array:
-        """c [agent, episode, time] from rewards, 0 after the end; `log_weights` [agent, episode, time], where given,
-        are the logarithms of the weights of the steps up to each time."""
+        """Compute the coefficients c [agent, episode, time].
+
+        Args:
+            rewards: [agent, episode, time], 0 after an episode's end.
+            discount: γ.
+            log_weights: The logarithm of the importance weight of the steps up to each time [agent, episode, time].
+                None: all weights are 1.
+        """
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class GPOMDP(Estimator):
     """g(τ|θ) = Σ_t ∇log π(a_t|s_t) Σ_{h≥t} (γ^h r_h − b_h) (Baxter & Bartlett 2001)."""
 
     def coefficients(self, rewards: Array, discount: float, log_weights: Array | None) -> Array:
-        # The baseline goes on after an episode's end: stopping it there would make it depend on the episode.
+        # The baseline continues after an episode's end: if it stopped there, it would depend on the episode.
         gains = self._centred(rewards * _discounts(rewards, discount))
         if log_weights is not None:
             gains = _weighted(gains, log_weights)
@@ -76,7 +84,7 @@ class GPOMDP(Estimator):
 
 
 def _weighted(gains: Array, log_weights: Array) -> Array:
-    # What is 0 stays 0, also under a weight that has overflowed.
+    # A gain of 0 stays 0 even if its weight has overflowed.
     return jnp.where(gains == 0, 0, gains * jnp.exp(log_weights))
 
 
@@ -88,9 +96,12 @@ def _discounts(rewards: Array, discount: float) -> Array:
 class ImportanceWeights(Component):
     """ω = p(τ|θ_{t−1})/p(τ|θ_t) = exp Σ_h [log π_{θ_{t−1}} − log π_{θ_t}], always in log space.
 
-    mode "trajectory": one weight per episode (the paper); "per-decision": the weight at reward h uses steps ≤ h only,
-    which keeps GPOMDP unbiased with less variance. cap c: min(ω, c), biased but bounded. floor ε > 0: p(τ|θ_t) + ε in
-    the denominator, as in the published script, where 1e-9 makes ω vanish for long episodes.
+    Attributes:
+        mode: "trajectory": one weight per episode, as in the paper. "per-decision": the weight of the reward at step h
+            uses only the steps ≤ h, which keeps GPOMDP unbiased with less variance.
+        cap: c, the largest weight: min(ω, c). The estimate is then biased but bounded.
+        floor: ε, added to p(τ|θ_t) in the denominator. The authors' script uses 1e-9, which makes ω vanish for long
+            episodes.
     """
 
     mode: Literal["trajectory", "per-decision"] = "trajectory"
@@ -105,7 +116,12 @@ class ImportanceWeights(Component):
             check_positive(self, floor=self.floor)
 
     def log_weights(self, before: Array, now: Array) -> tuple[Array, "Health"]:
-        """log ω [agent, episode, time] from log π_{θ_{t−1}} and log π_{θ_t} of every step, and how healthy they are."""
+        """Compute log ω [agent, episode, time] and the health of the weights.
+
+        Args:
+            before: log π_{θ_{t−1}} of every step [agent, episode, time].
+            now: log π_{θ_t} of every step [agent, episode, time].
+        """
 
         def up_to_here(steps: Array) -> Array:
             if self.mode == "per-decision":
@@ -117,7 +133,7 @@ class ImportanceWeights(Component):
             plain -= jax.nn.softplus(log(self.floor) - up_to_here(now))
         whole = plain[:, :, -1]
         capped = plain if self.cap is None else jnp.minimum(plain, log(self.cap))
-        # Both sums of the effective sample size share one factor, so that neither overflows.
+        # The effective sample size does not change if all weights are divided by the largest. This avoids overflow.
         relative = jnp.exp(capped[:, :, -1] - jnp.max(capped[:, :, -1], axis=1, keepdims=True))
         sample = jnp.square(jnp.sum(relative, axis=1)) / jnp.sum(jnp.square(relative), axis=1) / relative.shape[1]
         limit = jnp.inf if self.cap is None else log(self.cap)
@@ -140,18 +156,18 @@ class Health:
 
     @classmethod
     def perfect(cls, num_agents: int) -> "Health":
-        """Where no weight is needed, all are 1."""
+        """The health of weights that are all 1."""
         return cls(jnp.ones(num_agents), jnp.ones(num_agents), jnp.zeros(num_agents))
 
 
 def _span(clock: Clock, values: Array, span: Array) -> Array:
-    """One span of values [agent, episode, time, ...] as [agent, episode × time, ...], for products of matrices."""
+    """One span of values [agent, episode, time, ...] as [agent, episode × time, ...], for matrix products."""
     here = lax.dynamic_slice_in_dim(values, span * clock.span, clock.span, axis=2)
     return here.reshape(len(here), -1, *here.shape[3:])
 
 
 def log_probabilities(policy: Policy, parameters: Array, episodes: Episodes, clock: Clock) -> Array:
-    """log π_θ(a|s) [agent, episode, time] of each agent's parameters [agent, d]; 0 after the end."""
+    """Compute log π_θ(a|s) [agent, episode, time] with each agent's parameters [agent, d]; 0 after an episode's end."""
     weights = jax.vmap(policy.unflatten)(parameters)
 
     def fill(span: Array, filled: Array) -> Array:
@@ -173,9 +189,10 @@ def _num_spans(episodes: Episodes, clock: Clock) -> Array:
 
 
 def weighted_scores(policy: Policy, parameters: Array, episodes: Episodes, coefficients: Array, clock: Clock) -> Array:
-    """Σ_t c_t ∇log π(a_t|s_t), averaged over each agent's episodes, without what lies past their ends: [set, agent, d].
+    """Compute Σ_t c_t ∇log π(a_t|s_t), averaged over each agent's episodes [set, agent, d].
 
     Several sets of parameters [set, agent, d] and coefficients [set, agent, episode, time] share the episodes.
+    Coefficients past an episode's end do not count.
     """
     num_sets, num_agents, _ = parameters.shape
     coefficients = jnp.where(jnp.arange(clock.padded) < episodes.lengths[..., None], coefficients, 0)
@@ -187,8 +204,8 @@ def weighted_scores(policy: Policy, parameters: Array, episodes: Episodes, coeff
     scores = jax.vmap(jax.vmap(jax.grad(total)), (0, None, None, 0))
 
     def add(span: Array, sums: Weights) -> Weights:
-        seen, taken = _span(clock, episodes.observations, span), _span(clock, episodes.actions, span)
-        here = scores(weights, seen, taken, jax.vmap(partial(_span, clock), (0, None))(coefficients, span))
+        observations, actions = _span(clock, episodes.observations, span), _span(clock, episodes.actions, span)
+        here = scores(weights, observations, actions, jax.vmap(partial(_span, clock), (0, None))(coefficients, span))
         return jax.tree.map(jnp.add, sums, here)
 
     sums = lax.fori_loop(0, _num_spans(episodes, clock), add, jax.tree.map(jnp.zeros_like, weights))
@@ -199,7 +216,7 @@ def weighted_scores(policy: Policy, parameters: Array, episodes: Episodes, coeff
 def gradient(
     policy: Policy, parameters: Array, episodes: Episodes, estimator: Estimator, discount: float, clock: Clock
 ) -> Array:
-    """(1/N) Σ_i g(τ_i|θ) [agent, d]."""
+    """Estimate ∇J(θ) from a batch of each agent's episodes: (1/N) Σ_i g(τ_i|θ) [agent, d]."""
     coefficients = estimator.coefficients(episodes.rewards, discount, None)
     return weighted_scores(policy, parameters[None], episodes, coefficients[None], clock)[0]
 
@@ -207,23 +224,38 @@ def gradient(
 def corrected_gradient(
     policy: Policy,
     parameters: Array,
+    episodes: Episodes,
+    *,
     previous: Array,
     direction: Array,
-    episodes: Episodes,
     estimator: Estimator,
     importance: ImportanceWeights,
     gate: float | Literal["health"],
     discount: float,
     clock: Clock,
 ) -> tuple[Array, Health]:
-    """The PAGE estimate of a small batch [agent, d], and the health of its weights.
+    """Estimate ∇J(θ_t) from a small batch by correcting an earlier direction (PAGE).
 
-    ṽ = (1/B) Σ g(τ_i|θ_t) + β (v̂_{t−1} − (1/B) Σ ω_i g(τ_i|θ_{t−1})), with `previous` = θ_{t−1}, `direction` = v̂_{t−1};
-    the gate β is a number (1: the paper), or "health": the effective sample size of ω.
+    ṽ = (1/B) Σ g(τ_i|θ_t) + β (v̂_{t−1} − (1/B) Σ ω_i g(τ_i|θ_{t−1})).
+
+    Args:
+        policy: The policy's architecture.
+        parameters: θ_t [agent, d], with which the episodes were played.
+        episodes: B episodes of each agent.
+        previous: θ_{t−1} [agent, d].
+        direction: v̂_{t−1} [agent, d].
+        estimator: g.
+        importance: ω.
+        gate: β, a number (1 in the paper), or "health": the effective sample size of ω.
+        discount: γ.
+        clock: The spans of time for which gradients are computed at once.
+
+    Returns:
+        ṽ [agent, d], and the health of the importance weights.
     """
     before = log_probabilities(policy, previous, episodes, clock)
     log_weights, health = importance.log_weights(before, episodes.log_probabilities)
-    if gate == 0:  # weights that have overflowed, times 0, would not be 0
+    if gate == 0:  # an overflowed weight times 0 would be NaN
         return gradient(policy, parameters, episodes, estimator, discount, clock), health
     coefficients = [estimator.coefficients(episodes.rewards, discount, weights) for weights in (None, log_weights)]
     both = jnp.stack([parameters, previous])
