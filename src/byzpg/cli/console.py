@@ -1,7 +1,9 @@
-"""Where the command line prints to, and what several commands have in common."""
+"""Where the command line prints, and how it shows progress."""
 
 import os
+import shlex
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
@@ -15,40 +17,71 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 console = Console()
 errors = Console(stderr=True)
 
-LINE_SECONDS = 10.0  # between two lines of progress, where there is no terminal
+# Seconds between two lines of progress where there is no terminal.
+LINE_SECONDS = 10.0
 
 
 def say(text: str) -> None:
-    """One line, however long: paths and commands are to be copied."""
+    """Print one line, however long: people copy paths and commands."""
     console.print(escape(text), soft_wrap=True, highlight=False)
 
 
-def check_picture(path: Path) -> None:
+def complain(text: str, prefix: str = "error") -> None:
+    """Print one line to the standard error."""
+    errors.print(f"[red]{prefix}:[/red] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def this_command() -> str:
+    """The command that runs, as one would type it."""
+    return shlex.join(["byzpg", *sys.argv[1:]])
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: 1 seed, 4 seeds."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def check_plot_path(path: Path) -> None:
+    """Refuse, before any work, a file that no plot can be written to."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--output must end in .png, .svg or .pdf, got {path}.")
 
 
 class Show(Protocol):
-    """Shows how far it is; where somebody has pressed Ctrl-C, raises KeyboardInterrupt."""
+    """Shows how far the work is. After Ctrl-C, it raises KeyboardInterrupt."""
 
-    def __call__(self, done: float, text: str, seconds: float, ended: bool, live: str | None = None) -> None:
-        """`done` of 1, after so many seconds; an end is always said; `live` is the text of a terminal, if another."""
+    def __call__(self, done: float, text: str, *, seconds: float, ended: bool, live: str | None = None) -> None:
+        """Show the share that is done.
+
+        Args:
+            done: The share of the work that is done, in [0, 1].
+            text: What to print beside it.
+            seconds: How long the work has taken.
+            ended: Whether a part of the work has ended, which is always printed.
+            live: What a terminal shows instead of the text.
+        """
         ...
 
 
 @contextmanager
-def progress_line(command: str, first: str, stopping_words: str) -> Iterator[Show]:
-    """A live line of progress; Ctrl-C stops where `Show` is called next, a second one at once. `command` goes on."""
-    stopping, farewell = False, f"Stopped. To go on from here: {command}"
+def progress_line(*, first: str, on_stop: str, continue_with: str) -> Iterator[Show]:
+    """Show one line of progress. Ctrl-C stops at the next call of `Show`, a second Ctrl-C at once.
+
+    Args:
+        first: The text before the first call.
+        on_stop: What to print after the first Ctrl-C.
+        continue_with: The command that continues the work.
+    """
+    stopping, farewell = False, f"Stopped. Continue with: {continue_with}"
 
     def stop(signum: int, frame: object) -> None:
         nonlocal stopping
-        if stopping:  # an exception, raised in the midst of a compilation, could be swallowed or crash it
+        if stopping:  # an exception could be swallowed in the middle of a compilation, or crash it
             console.show_cursor()
             errors.print(escape(farewell), highlight=False, soft_wrap=True)
             os._exit(130)
         stopping = True
-        say(f"{stopping_words}; Ctrl-C again stops at once.")
+        say(f"{on_stop}. Press Ctrl-C again to stop at once.")
 
     columns = (
         SpinnerColumn(),
@@ -59,16 +92,16 @@ def progress_line(command: str, first: str, stopping_words: str) -> Iterator[Sho
         TimeRemainingColumn(),
     )
     before = signal.signal(signal.SIGINT, stop)
-    shown = -inf
+    last_line = -inf
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(first, total=1)
 
-        def show(done: float, text: str, seconds: float, ended: bool, live: str | None = None) -> None:
-            nonlocal shown
+        def show(done: float, text: str, *, seconds: float, ended: bool, live: str | None = None) -> None:
+            nonlocal last_line
             bar.update(task, completed=done, description=text if live is None else live)
-            if not console.is_terminal and (ended or seconds - shown > LINE_SECONDS):
-                shown = -inf if ended else seconds
-                say(f"{text}; {done:.0%} of all after {seconds:.0f} s")
+            if not console.is_terminal and (ended or seconds - last_line > LINE_SECONDS):
+                last_line = -inf if ended else seconds
+                say(f"{text} ({done:.0%} done after {seconds:.0f} s)")
             if stopping:
                 raise KeyboardInterrupt
 

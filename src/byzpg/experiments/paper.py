@@ -62,8 +62,8 @@ class Grid:
     experiments: tuple[Experiment, ...]
     settings: Mapping[str, Settings]
 
-    def lay_down(self, folder: Path) -> list[Path]:
-        """A run's directory for each, new or as it was left."""
+    def create_runs(self, folder: Path) -> list[Path]:
+        """Create the directory of every run that has none yet, and return all of them."""
         directories = [folder / name for name in self.settings]
         for path, settings in zip(directories, self.settings.values(), strict=True):
             if not (path / "config.json").is_file():

@@ -1,7 +1,8 @@
-"""Finished experiments in one small file: all that pictures and tables need, and no more.
+"""The results of experiments in one small file, which holds what figures and tables need.
 
-The file is an .npz without pickles: `about`, a JSON text (experiments, settings of every run, provenance), and arrays
-`RUN/NAME`. Runs are reduced to cells of trajectories, so that dozens of them fit into a repository.
+The file is an .npz without pickles. It holds `about`, a JSON text (the experiments, the settings of every run, the
+provenance), and arrays named `RUN/METRIC`. Runs are reduced to cells of trajectories, so that dozens of them fit into a
+repository.
 """
 
 import json
@@ -20,17 +21,20 @@ from byzpg.experiments.statistics import even_grid, smooth_on_grid
 from byzpg.runs import Run
 
 NUM_CELLS = 160
+# The metrics that are kept.
 KEPT = ("return_mean", "byzantine_weight", "diameter_before", "diameter_after")
 FORMAT = 1
+# Words in the experiments of files that byzpg 0.1 wrote, and today's words for them.
+OLD_WORDS = {"liars": "attackers", " declared": ""}
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A finished run on even cells of trajectories, as `statistics.smooth_on_grid` has them."""
+    """A run on even cells of trajectories; see `statistics.smooth_on_grid`."""
 
     settings: Settings
-    trajectories: np.ndarray  # [cell], where it ends, per agent
-    metrics: Mapping[str, np.ndarray]  # those of KEPT that the run has: [seed, cell]
+    trajectories: np.ndarray  # [cell], per agent, at the end of the cell
+    metrics: Mapping[str, np.ndarray]  # the metrics of KEPT that the run has: [seed, cell]
 
     @property
     def returns(self) -> np.ndarray:
@@ -39,16 +43,18 @@ class Result:
 
     @classmethod
     def of(cls, run: Run) -> "Result":
+        """Reduce a run, complete or not, to at most NUM_CELLS cells."""
         grid = even_grid(run.trajectories, NUM_CELLS)
         metrics = {"return_mean": smooth_on_grid(run.trajectories, run.returns, grid)}
         for name in KEPT:
-            if name != "return_mean" and np.any(np.isfinite(run.metrics[name])):
-                metrics[name] = np.stack([_spread(run.trajectories, values, grid) for values in run.metrics[name]])
+            values = run.metrics.get(name)
+            if name != "return_mean" and values is not None and np.any(np.isfinite(values)):
+                metrics[name] = np.stack([_spread(run.trajectories, of_seed, grid) for of_seed in values])
         return cls(run.settings, grid, {name: values.astype(np.float32) for name, values in metrics.items()})
 
 
 def _spread(trajectories: np.ndarray, values: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """One seed's metric [cell]; where only large batches have it, or a diverged seed none, over the cells between."""
+    """The metric of one seed [cell]. Iterations that lack it (small batches, a diverged seed) use their neighbours'."""
     known = np.isfinite(values)
     if not np.any(known):
         return np.full(len(grid), np.nan)
@@ -58,7 +64,7 @@ def _spread(trajectories: np.ndarray, values: np.ndarray, grid: np.ndarray) -> n
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """Experiments, and what came of their runs."""
+    """Experiments and the results of their runs."""
 
     experiments: tuple[Experiment, ...]
     runs: Mapping[str, Result]
@@ -66,9 +72,11 @@ class Results:
 
     @classmethod
     def of(cls, grid: Grid, runs: Mapping[str, Run], provenance: Mapping[str, Any]) -> "Results":
+        """Collect the runs of a grid."""
         return cls(grid.experiments, {name: Result.of(run) for name, run in runs.items()}, provenance)
 
     def save(self, path: Path) -> None:
+        """Write everything to one .npz file."""
         about = {
             "format": FORMAT,
             "experiments": [asdict(experiment) for experiment in self.experiments],
@@ -83,6 +91,11 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> "Results":
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: If the file is missing, broken, or not such a file.
+        """
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = dict(stored)
@@ -94,19 +107,26 @@ class Results:
                 settings = Config.of(values, f"{path}, {name}").resolved()
                 metrics = {metric: arrays[f"{name}/{metric}"] for metric in KEPT if f"{name}/{metric}" in arrays}
                 runs[name] = Result(settings, arrays[f"{name}/trajectories"], metrics)
-            return cls(tuple(map(_experiment, about["experiments"])), runs, about["provenance"])
+            experiments = tuple(_experiment(data) for data in about["experiments"])
+            return cls(experiments, runs, about["provenance"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, EOFError) as error:
             raise ValueError(f"{path} cannot be read as results of `byzpg reproduce`: {error}") from None
 
 
 def _experiment(data: dict[str, Any]) -> Experiment:
+    def present(text: str) -> str:
+        for old, new in OLD_WORDS.items():
+            text = text.replace(old, new)
+        return text
+
     panels = [
         Panel(
             panel["title"],
             panel["task"],
-            tuple(Cell(**cell) for cell in panel["cells"]),
+            tuple(Cell(**{**cell, "label": present(cell["label"])}) for cell in panel["cells"]),
             tuple(panel["published"]) if panel["published"] else None,  # pyright: ignore[reportArgumentType]
         )
         for panel in data["panels"]
     ]
-    return Experiment(data["name"], data["title"], data["question"], data["kind"], tuple(panels))
+    title, question = present(data["title"]), present(data["question"])
+    return Experiment(data["name"], title, question, data["kind"], tuple(panels))

@@ -1,4 +1,9 @@
-"""Finished runs in a few numbers, and those numbers against the published ones and against our goals."""
+"""Runs in a few numbers, and those numbers next to the published ones and to our goals.
+
+All commands take "last tenth", "best", "solved at" and "attackers' weight" from here, so that no two of them disagree
+about a run. Each is a function of a `Result`: the run on even cells of trajectories, each cell the mean over the
+iterations that end in it, weighted by trajectories. An unfinished run counts as far as it has come.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +25,14 @@ from byzpg.experiments.statistics import (
 from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.robust.aggregators import Mean
 
-# The return that counts as learnt, by task.
+# The return that counts as learned, by task.
 LEVELS = {CARTPOLE: 450.0, LUNARLANDER: 200.0}
-# Trajectories per agent over which a return is averaged before it counts.
+# Number of trajectories per agent over which a return is averaged before it counts.
 WINDOW = 100
-# Published curves are known at every 250th trajectory.
+# The published curves were read at every 250th trajectory.
 PUBLISHED_SPACING = 250
-# By how much ours may end below a published curve, twice the error of reading it; and, for plain averaging under
-# attack, where little is left to compare, by how much to either side.
+# How far ours may end below a published curve: twice the error of reading it. Plain averaging under attack varies more,
+# and may end this far to either side.
 TOLERANCES = {CARTPOLE: 6.0, LUNARLANDER: 4.0}
 WIDE_GAP = 50.0
 
@@ -42,47 +47,70 @@ class Estimate:
 
 
 def estimate(values: Runs, statistic: Callable[..., np.ndarray] = interquartile_mean) -> Estimate:
-    """Of one number per seed [seed]; of a list of strata, each resampled by itself."""
+    """The statistic of one number per seed [seed], or of a list of strata, each of which is resampled by itself."""
     pooled = np.concatenate(values) if isinstance(values, Sequence) else values
     low, high = bootstrap_interval(values, statistic)
     return Estimate(float(statistic(pooled)), float(low), float(high))
 
 
 def improvement(ours: Runs, theirs: Runs) -> Estimate:
-    """The probability that a run of ours ends above one of theirs."""
+    """The probability that one of our runs ends above one of theirs."""
     low, high = improvement_interval(ours, theirs)
     return Estimate(probability_of_improvement(ours, theirs), float(low), float(high))
 
 
 def final_returns(result: Result) -> np.ndarray:
-    """The mean return [seed] of the last tenth of a run."""
+    """The return of the last tenth [seed]: the mean over the cells that end after 90 % of the run's trajectories.
+
+    In a run of fewer than ten cells that is its last cell. A seed that diverged there has NaN.
+    """
     end = result.trajectories[-1]
     return np.mean(result.returns[:, result.trajectories > 0.9 * end], axis=1, dtype=float)
 
 
+def best_return(result: Result) -> float:
+    """The best return: the highest point of the mean over seeds, among the cells in which no seed has diverged."""
+    mean = np.mean(result.returns, axis=0, dtype=float)
+    finite = mean[np.isfinite(mean)]
+    return float(np.max(finite)) if len(finite) else nan
+
+
+def attacker_weight(result: Result) -> float:
+    """The attackers' weight: their share of the aggregated gradient, averaged over the run and over seeds.
+
+    NaN if nobody attacks, or if the rule is not a weighted mean.
+    """
+    means = run_means(result, "byzantine_weight") if result.settings.num_attackers else None
+    return nan if means is None else float(np.nanmean(means))
+
+
 def returns_at(result: Result, trajectories: float) -> np.ndarray:
-    """The mean return [seed] of the PUBLISHED_SPACING trajectories before."""
+    """The mean return [seed] over the PUBLISHED_SPACING trajectories up to this number."""
     near = (result.trajectories > trajectories - PUBLISHED_SPACING) & (result.trajectories <= trajectories)
-    if not np.any(near):  # a run's cells may be wider
+    if not np.any(near):  # the cells of a long run may be wider
         near = [int(np.argmin(np.abs(result.trajectories - trajectories)))]
     return np.mean(result.returns[:, near], axis=1, dtype=float)
 
 
 def run_means(result: Result, metric: str) -> np.ndarray | None:
-    """A metric's mean [seed] over the run, where it is known; None if it never is."""
+    """The mean of a metric [seed] over the run, where the metric is known; None if it never is."""
     values = result.metrics.get(metric)
     if values is None or not np.any(np.isfinite(values)):
         return None
     return np.nanmean(values, axis=1, dtype=float)
 
 
-def trajectories_to_level(result: Result) -> np.ndarray:
-    """Trajectories per agent [seed] until the task's level; the task must be one of LEVELS."""
-    return trajectories_to_reach(result.trajectories, result.returns, LEVELS[result.settings.env], WINDOW)
+def trajectories_to_level(result: Result, level: float | None = None) -> np.ndarray:
+    """Trajectories per agent [seed] until the mean return of the last WINDOW of them reaches a level; ∞ means never.
+
+    A task is solved at the trajectories to its own threshold. Without a level, the task must be one of LEVELS.
+    """
+    level = LEVELS[result.settings.env] if level is None else level
+    return trajectories_to_reach(result.trajectories, result.returns, level, WINDOW)
 
 
 def mean_reaches(result: Result, level: float) -> float:
-    """Trajectories per agent until the mean curve is at the level; ∞ if it never is."""
+    """Trajectories per agent until the mean curve reaches the level; ∞ if it never does."""
     mean = np.mean(result.returns, axis=0, keepdims=True, dtype=float)
     return float(trajectories_to_reach(result.trajectories, mean, level, WINDOW)[0])
 
@@ -93,7 +121,7 @@ def reach_estimate(result: Result) -> Estimate:
 
 
 def plain_rival(cell: Cell, panel: Panel, runs: Mapping[str, Result]) -> Cell | None:
-    """Plain averaging under the same attack in the same place of the panel; None for what is plain or not attacked."""
+    """The panel's cell with plain averaging under the same attack; None if this cell is plain or not attacked."""
     settings = runs[cell.run].settings
     if isinstance(settings.aggregator, Mean) or not settings.num_attackers:
         return None
@@ -113,11 +141,14 @@ class Comparison:
     panel: Panel
     cell: Cell
     result: Result
-    trajectories: np.ndarray  # of the published curve, where it can be seen
-    returns: np.ndarray
+    trajectories: np.ndarray  # of the published curve, where it is visible
+    returns: np.ndarray  # of the published curve
 
     def published_reach(self) -> tuple[float, float]:
-        """Between which trajectories the published curve gets to the level; apart where it is hidden. ∞: never."""
+        """The last point before and the first point at the level; both ∞ if the published curve never reaches it.
+
+        The two are far apart where another line hides the curve.
+        """
         above = np.flatnonzero(self.returns >= LEVELS[self.panel.task])
         if not len(above):
             return inf, inf
@@ -126,42 +157,43 @@ class Comparison:
 
     @property
     def end(self) -> float:
-        """The last trajectories that both curves have."""
+        """The last number of trajectories that both curves reach."""
         return float(min(8000.0, self.result.trajectories[-1]))
 
     def published_end(self) -> float:
-        """The published return there; NaN where it cannot be seen."""
+        """The published return at the end; NaN if it is not visible."""
         near = (self.trajectories <= self.end) & (self.trajectories > self.end - 2 * PUBLISHED_SPACING)
         return float(self.returns[near][-1]) if np.any(near) else nan
 
     def reached_later(self) -> bool:
-        """Whether the published mean is at the level of CartPole before ours."""
+        """Whether, on CartPole, the published mean reaches the level before ours does."""
         return self.panel.task == CARTPOLE and self.published_reach()[1] < mean_reaches(self.result, LEVELS[CARTPOLE])
 
     def _gap(self) -> float:
-        """By how much our mean ends above the published one."""
+        """How far our mean ends above the published one."""
         theirs = self.published_end()
-        # What cannot be seen at the end has left the axes, which stop at −300.
+        # A curve that is not visible at the end has left the axes, which stop at −300.
         return float(np.mean(returns_at(self.result, self.end))) - (theirs if np.isfinite(theirs) else -300.0)
 
     def _plain_under_attack(self) -> bool:
         return bool(self.result.settings.num_attackers) and isinstance(self.result.settings.aggregator, Mean)
 
     def ends_lower(self) -> bool:
+        """Whether our mean ends lower than the published one, by more than the tolerance."""
         return self._gap() < -(WIDE_GAP if self._plain_under_attack() else TOLERANCES[self.panel.task])
 
     def withstands_more(self) -> bool:
-        """Whether plain averaging, under attack, is not hurt as it was published to be."""
+        """Whether the attack hurts plain averaging less than published."""
         return self._plain_under_attack() and self._gap() > WIDE_GAP
 
     def matches(self) -> bool:
-        """Whether ours is as published; with the tuned preset, robust and honest runs may be better."""
+        """Whether ours matches the published curve; with the tuned preset, it may also be better."""
         repeated = self.result.settings.preset == "tuned" or self._gap() <= TOLERANCES[self.panel.task]
         return repeated and not (self.reached_later() or self.ends_lower() or self.withstands_more())
 
 
 def comparisons(experiments: Sequence[Experiment], runs: Mapping[str, Result]) -> Iterator[Comparison]:
-    """Every run that has a published curve."""
+    """A comparison for every run that has a published curve."""
     for experiment in experiments:
         for panel in experiment.panels:
             curves = published_curves(*panel.published) if panel.published else {}
@@ -172,15 +204,15 @@ def comparisons(experiments: Sequence[Experiment], runs: Mapping[str, Result]) -
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """A mean return that a robust method under attack should have by, or at, some number of trajectories."""
+    """A mean return that a robust method under attack should reach by, or have at, some number of trajectories."""
 
     of: Comparison
     level: float
     trajectories: float
-    at: bool = False  # not only by then
+    at: bool = False  # the return counts at that point, not the best one before
 
     def seeds(self) -> np.ndarray:
-        """Which seeds are there in time [seed]."""
+        """Which seeds reach the goal in time [seed]."""
         result = self.of.result
         if self.at:
             far = result.trajectories[-1] > self.trajectories - PUBLISHED_SPACING
@@ -189,14 +221,14 @@ class Goal:
         return times <= self.trajectories
 
     def met(self) -> bool:
-        """Whether the mean over seeds is."""
+        """Whether the mean over seeds reaches the goal in time."""
         mean = {"return_mean": np.mean(self.of.result.returns, axis=0, keepdims=True, dtype=float)}
         one = replace(self, of=replace(self.of, result=replace(self.of.result, metrics=mean)))
         return bool(one.seeds()[0])
 
 
 def goals(found: Sequence[Comparison]) -> Iterator[Goal]:
-    """With the tuned preset, those of every robust method under attack in the paper's figures."""
+    """The goals of every robust method under attack in the paper's figures; only the tuned preset has goals."""
     for each in found:
         settings = each.result.settings
         if settings.num_attackers and ALGORITHMS[settings.algorithm].robust and settings.preset == "tuned":

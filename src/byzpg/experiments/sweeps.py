@@ -1,6 +1,6 @@
 """Grids of runs from a file: every combination of options is a cell, and a cell is one run, alone on one device.
 
-Who trains the cells is up to `Workers`, of which `engines` has some. What a cell computes does not depend on them.
+`Workers` train the cells; `byzpg.engines` has several kinds. The result of a cell does not depend on the kind.
 """
 
 import csv
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import pairwise, product
-from math import inf, nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,12 +22,12 @@ from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
 from byzpg.experiments.paper import run_name
 from byzpg.experiments.results import Result
-from byzpg.experiments.summaries import final_returns, run_means
+from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
 from byzpg.robust.components import Component
 from byzpg.runs import Run, RunDirectory
 
-# How long to wait for workers before looking up: whoever watches may want to stop.
-LOOK_UP_SECONDS = 0.2
+# Seconds to wait for workers before reporting progress, where the caller may stop the sweep.
+REPORT_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,36 @@ class Cell:
 
     @property
     def program(self) -> Any:
-        """Cells with the same run the same compiled program."""
+        """What the compiled program depends on; cells with equal values share it."""
         return self.settings.federation(), self.settings.num_seeds
 
     @property
     def group(self) -> Settings:
-        """What cells that differ in the seed only have in common."""
+        """The settings without the seed, which are equal for the cells of a group."""
         return replace(self.settings, seed=0)
 
     def option(self, name: str) -> Any:
-        """An option's value, as short as it can be written."""
+        """The value of an option, in its shortest notation."""
         value = getattr(self.settings, name)
         return str(value).removesuffix("()") if isinstance(value, Component) else value
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The cells of a grid, each once."""
+    """The cells of a grid, without repetition."""
 
-    options: tuple[str, ...]  # those that vary
+    options: tuple[str, ...]  # the options that vary
     cells: tuple[Cell, ...]
 
     @classmethod
     def load(cls, path: Path) -> "Sweep":
-        """A grid from a .toml file: options of all cells, and a table [grid], or several [[grid]], of lists of them."""
+        """Read a grid from a .toml file.
+
+        Top-level keys apply to every cell; lists under `[grid]`, or under several `[[grid]]`, are swept.
+
+        Raises:
+            ValueError: If the file cannot be read, or a cell of it is wrong; the message names the cell.
+        """
         try:
             values = tomllib.loads(path.read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -71,7 +77,7 @@ class Sweep:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], source: str) -> "Sweep":
-        """A grid from plain data. Every cell is resolved and checked; equal ones are one."""
+        """Make a grid from plain data. Every cell is resolved and checked; equal cells are merged."""
         shared = {option: value for option, value in values.items() if option != "grid"}
         Config.of(shared, source)
         given: Any = values.get("grid")
@@ -90,14 +96,15 @@ class Sweep:
                 cell = cells.setdefault(run_name(settings), Cell(run_name(settings), settings))
                 if cell.settings != settings:
                     raise ValueError(f"{source}: two cells have the name {cell.name}: put one into another grid.")
-        sweep = cls(tuple(dict.fromkeys(option for table in tables for option in table)), tuple(cells.values()))
+        options = dict.fromkeys(_present_name(option, {*shared, *table}) for table in tables for option in table)
+        sweep = cls(tuple(options), tuple(cells.values()))
         for group in sweep.groups:
             _check_seeds(group, source)
         return sweep
 
     @property
     def groups(self) -> list[list[Cell]]:
-        """The cells, those together that differ in the seed only."""
+        """The cells in groups; the cells of a group differ in the seed alone."""
         found: dict[Settings, list[Cell]] = {}
         for cell in self.cells:
             found.setdefault(cell.group, []).append(cell)
@@ -105,12 +112,21 @@ class Sweep:
 
     @property
     def telling(self) -> list[str]:
-        """The options that tell groups apart."""
+        """The options in which groups differ."""
         return [
             option
             for option in self.options
             if option != "seed" and len({str(cell.option(option)) for cell in self.cells}) > 1
         ]
+
+
+def _present_name(option: str, given: Set[str]) -> str:
+    """The name under which `Config.of` puts an option of a file that byzpg 0.1 could read."""
+    if option in ("memory", "coin", "initialization"):
+        return "conventions"
+    if "num_declared" in given:
+        return {"num_declared": "num_byzantine", "num_byzantine": "num_attackers"}.get(option, option)
+    return option
 
 
 def _check_table(table: object, shared: Mapping[str, Any], source: str) -> None:
@@ -128,7 +144,7 @@ def _check_table(table: object, shared: Mapping[str, Any], source: str) -> None:
 
 
 def _check_seeds(group: Sequence[Cell], source: str) -> None:
-    """Seeds of one group must be others in each cell: a mean over them counts each once."""
+    """Check that no two cells of a group share a seed, so that a mean over them counts each seed once."""
     ordered = sorted(cell.settings.seed for cell in group)
     size = group[0].settings.num_seeds
     for one, other in pairwise(ordered):
@@ -139,11 +155,15 @@ def _check_seeds(group: Sequence[Cell], source: str) -> None:
             )
 
 
-# Which cells are done
+# Finished cells
 
 
 def is_done(cell: Cell, folder: Path) -> bool:
-    """Whether the cell's run is there and complete. What is there and is not what it should be is an error."""
+    """Whether the run of the cell is complete.
+
+    Raises:
+        ValueError: If its directory holds something else, or broken files.
+    """
     path = folder / cell.name
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
@@ -163,12 +183,12 @@ def _fits(run: Run) -> bool:
     return True
 
 
-# Who trains, and in which order
+# Workers, and the order of cells
 
 
 @dataclass(frozen=True)
 class Event:
-    """What became of a cell: how much of it is trained, or how that ended."""
+    """News about a cell: how much of it is trained, or how its training ended."""
 
     cell: Cell
     kind: Literal["training", "finished", "failed", "lost"]  # lost: its worker died
@@ -177,20 +197,22 @@ class Event:
 
 
 class Workers(Protocol):
-    """Who trains cells, each worker one at a time. A finished cell is in its run's directory."""
+    """Workers that train cells, each worker one cell at a time. A finished cell is in its run directory."""
 
     def idle(self) -> list[int]:
-        """The workers that wait for a cell, by number."""
+        """The numbers of the workers that wait for a cell."""
         ...
 
-    def submit(self, worker: int, cell: Cell) -> None: ...
+    def submit(self, worker: int, cell: Cell) -> None:
+        """Give a cell to an idle worker."""
+        ...
 
     def wait(self, seconds: float) -> Event | None:
-        """The next event, or None if there is none for so long."""
+        """The next event, or None if none happens within these seconds."""
         ...
 
     def close(self) -> None:
-        """End all of them, whatever they are at."""
+        """End all workers, even if they are training."""
         ...
 
 
@@ -198,22 +220,29 @@ class Workers(Protocol):
 class Progress:
     """How far a sweep is."""
 
-    finished: int  # cells, of those that were to do
-    failed: int  # for good
-    total: int
-    running: int
-    done: float  # share of all the work, all cells being alike
+    finished: int  # cells
+    failed: int  # cells that will not be tried again
+    total: int  # cells
+    running: int  # cells
+    done: float  # share of all the work, as if all cells took equally long
     seconds: float
-    news: str = ""  # what went wrong just now
+    news: str = ""  # a failure that has just happened
 
 
 OnProgress = Callable[[Progress], None]
 
 
 def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnProgress) -> dict[str, str]:
-    """Train all cells; gives back those that failed once more than `retries` times, and why.
+    """Train all cells. A worker stays with the program that it has compiled as long as cells of it are left.
 
-    A worker goes on with cells of the program it has compiled, as long as there are some.
+    Args:
+        cells: The cells to train.
+        workers: Who trains them.
+        retries: How often a cell that failed, or lost its worker, is tried again.
+        on_progress: Called after every event; what it raises stops the sweep.
+
+    Returns:
+        The names of the cells that failed in every attempt, with the reason.
     """
     started = time.monotonic()
     waiting, running = list(cells), dict[str, float]()
@@ -234,7 +263,7 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
                 attempts[cell.name] += 1
                 running[cell.name] = 0.0
                 workers.submit(worker, cell)
-        event = workers.wait(LOOK_UP_SECONDS)
+        event = workers.wait(REPORT_SECONDS)
         news = ""
         if event is not None:
             name = event.cell.name
@@ -247,57 +276,54 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
             if event.kind in ("failed", "lost"):
                 again = attempts[name] <= retries
                 if again:
-                    waiting.append(event.cell)  # last: what else there is may be done before it goes wrong again
+                    waiting.append(event.cell)  # at the end, so that the others are trained before it fails again
                 else:
                     failed[name] = event.reason
                 verb = "failed" if event.kind == "failed" else "lost its worker"
-                then = "to be tried again" if again else "given up"
+                then = "will be tried again" if again else "given up"
                 news = f"{name} {verb} (attempt {attempts[name]} of {retries + 1}, {then}): {event.reason}"
         report(news)
     return failed
 
 
 def _next(waiting: Sequence[Cell], own: Any, taken: Set[Any]) -> Cell:
-    """A cell of the program `own` if there is one; else of one that no worker has; else of the fullest."""
+    """A cell of the program `own` if any, else of a program that no worker has, else of the most common one."""
     number = Counter(cell.program for cell in waiting)
     free = [program for program in number if program not in taken]
     chosen = own if own in number else free[0] if free else number.most_common(1)[0][0]
     return next(cell for cell in waiting if cell.program == chosen)
 
 
-# What came of it
+# Results
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Cells in numbers; a group's seeds are those of all its cells."""
+    """The numbers of one cell, or of a group with the seeds of all its cells; `summaries` defines them."""
 
     cells: tuple[Cell, ...]
-    trajectories: int  # per agent, of the cell that has most
-    final_returns: np.ndarray  # [seed], the mean of the last tenth
-    best: float  # of a cell, its mean return over seeds where that is highest; the mean over cells
-    weight: float  # of the attackers, mean over the run and the seeds; NaN: no attackers, or none known
+    trajectories: int  # per agent, of the longest cell
+    final_returns: np.ndarray  # [seed]
+    best: float  # the mean over cells
+    attacker_weight: float  # the mean over cells
     diverged: tuple[int, ...]  # seeds
 
     @classmethod
     def of(cls, cells: Sequence[Cell], runs: Sequence[Run]) -> "Outcome":
         results = [Result.of(run) for run in runs]
-        curves = [result.returns.mean(axis=0, dtype=float) for result in results]
-        bests = [np.max(curve, initial=-inf, where=np.isfinite(curve)) for curve in curves]
-        weights = [run_means(result, "byzantine_weight") for result in results]
-        known = [each for each in weights if each is not None]
+        weights = [weight for result in results if not isnan(weight := attacker_weight(result))]
         return cls(
-            tuple(cells),
-            max(int(run.trajectories[-1]) for run in runs),
-            np.concatenate([final_returns(result) for result in results]),
-            float(np.mean(bests)),
-            float(np.nanmean(known)) if known and cells[0].settings.num_attackers else nan,
-            tuple(seed for run in runs for seed in run.diverged),
+            cells=tuple(cells),
+            trajectories=max(int(run.trajectories[-1]) for run in runs),
+            final_returns=np.concatenate([final_returns(result) for result in results]),
+            best=float(np.mean([best_return(result) for result in results])),
+            attacker_weight=float(np.mean(weights)) if weights else nan,
+            diverged=tuple(seed for run in runs for seed in run.diverged),
         )
 
 
 def outcomes(groups: Iterable[Sequence[Cell]], folder: Path) -> list[Outcome]:
-    """What came of the finished cells of each group; groups that have none are left out."""
+    """The outcome of the finished cells of each group; groups without one are left out."""
     found = []
     for group in groups:
         done = [cell for cell in group if RunDirectory(folder / cell.name).complete]
@@ -307,7 +333,10 @@ def outcomes(groups: Iterable[Sequence[Cell]], folder: Path) -> list[Outcome]:
 
 
 def write_table(sweep: Sweep, folder: Path, path: Path) -> None:
-    """A line per finished cell: its run, the options that vary, and its numbers. No attackers: no weight."""
+    """Write a .csv file with a line per finished cell: its run, the options that vary, and its numbers.
+
+    A number that is not known, such as the weight of attackers where there are none, is left empty.
+    """
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     numbers = ("trajectories", "last_tenth", "last_tenth_deviation", "best", "weight_of_attackers", "diverged")
@@ -316,7 +345,7 @@ def write_table(sweep: Sweep, folder: Path, path: Path) -> None:
         cell = outcome.cells[0]
         chosen = [cell.option(option) for option in sweep.options]
         late = outcome.final_returns
-        about = (float(np.mean(late)), float(np.std(late)), outcome.best, outcome.weight)
+        about = (float(np.mean(late)), float(np.std(late)), outcome.best, outcome.attacker_weight)
         shown = ["" if np.isnan(number) else repr(number) for number in about]
         listed = [json.dumps(value) if isinstance(value, tuple) else value for value in chosen]
         writer.writerow([cell.name, *listed, outcome.trajectories, *shown, " ".join(map(str, outcome.diverged))])

@@ -1,0 +1,240 @@
+"""byzpg federation: new and demo."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from byzpg import envs
+from byzpg.cli.console import console, say
+from byzpg.cli.train import TrainingOptions
+from byzpg.config import Config
+
+if TYPE_CHECKING:  # needs the extra packages
+    from byzpg.live.identity import Member
+    from byzpg.live.manifest import Manifest, Times
+    from byzpg.runs import Run
+
+NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi", "ivan", "judy", "ken", "lea", "mia")
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """How long members wait for each other, in seconds."""
+
+    grace: float = 1.0
+    """Seconds to wait for the last f messages of a step, once K − f have arrived."""
+    start_grace: float = 600.0
+    """Seconds to wait before the first step, for members that start late."""
+    linger: float = 30.0
+    """Seconds to stay after the last step, for members that still need messages."""
+    retry: float = 0.5
+    """Seconds between two requests for a missing message."""
+
+    def times(self) -> "Times":
+        from byzpg.live.manifest import Times
+
+        return Times(**vars(self))
+
+
+@dataclass(frozen=True)
+class New:
+    """Create the manifest of a federation from the cards of its members.
+
+    Every member needs the same manifest.
+
+    Example: byzpg federation new alice.card bob.card carol.card dave.card erin.card --env CartPole-v1
+    """
+
+    cards: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="CARD [CARD ...]", help_behavior_hint="(at least two)"),
+    ]
+    """Cards of the members, in the order of the members."""
+    options: TrainingOptions
+    waiting: Annotated[tyro.conf.OmitArgPrefixes[Waiting], tyro.conf.arg(name="waiting")] = field(
+        default_factory=Waiting
+    )
+    rehearsal: bool = False
+    """Allow members to attack on purpose with `byzpg peer --attack`."""
+    manifest: Path = Path("federation.toml")
+    """File for the manifest, .toml."""
+
+    def run(self) -> None:
+        from byzpg.live.identity import read_card
+
+        if len(self.cards) < 2:
+            raise ValueError(f"federation new needs the cards of at least 2 members, got {len(self.cards)}.")
+        if self.manifest.suffix != ".toml":
+            raise ValueError(f"--manifest must end in .toml, got {self.manifest}.")
+        if self.manifest.exists():
+            raise ValueError(f"{self.manifest} is there already: choose another --manifest.")
+        members = [read_card(card) for card in self.cards]
+        manifest = make_manifest(members, self.options, waiting=self.waiting, rehearsal=self.rehearsal)
+        manifest.write(self.manifest)
+        for member in manifest.members:
+            say(f"{member.name:>12}  {member.address:<24} certificate {member.fingerprint[:16]}…")
+        say(
+            f"Manifest: {self.manifest} (hash {manifest.digest.hex()[:16]}…), {len(members)} members, "
+            f"of which {manifest.num_byzantine} may be faulty"
+        )
+        say(f"Each member runs: byzpg peer {self.manifest} --name NAME")
+
+
+def make_manifest(members: "Sequence[Member]", options: Config, *, waiting: Waiting, rehearsal: bool) -> "Manifest":
+    """A manifest with every option written out, so that members with other versions cannot fill in other defaults."""
+    from byzpg.live.manifest import FIXED, new_manifest
+
+    defaults = Config()
+    for option in set(FIXED) - {"num_byzantine"}:
+        if getattr(options, option) != getattr(defaults, option):
+            raise ValueError(f"--{option.replace('_', '-')} cannot be set here: it follows from the members.")
+    planned = replace(options, num_agents=len(members), num_seeds=1).resolved()
+    training = {name: value for name, value in planned.as_data().items() if name not in FIXED}
+    return new_manifest(members, planned.num_byzantine, training, waiting.times(), rehearsal)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Run a whole federation on this machine: keys, manifest, one process per member, and a plot of the result.
+
+    Example: byzpg federation demo --attacker sign-flip
+    """
+
+    options: TrainingOptions
+    members: int = 5
+    """Number of members K."""
+    attacker: str | None = None
+    """Attack of the last member: sign-flip, equivocate, silent, garbage, ... Default: all members are honest."""
+    grace: float = 1.0
+    """Seconds to wait for the last f messages of a step, once K − f have arrived."""
+    directory: Path = Path("federation-demo")
+    """Directory for everything; it must not exist yet."""
+
+    def run(self) -> None:
+        from byzpg.live.rehearsal import parse_attack
+
+        if not 2 <= self.members <= len(NAMES):
+            raise ValueError(f"--members must be 2 to {len(NAMES)}, got {self.members}.")
+        if self.directory.exists():
+            raise ValueError(f"{self.directory} is there already: choose another --directory.")
+        if self.attacker is not None:
+            parse_attack(self.attacker)
+        manifest = self._create()
+        names = [member.name for member in manifest.members]
+        env = manifest.settings().env
+        say(f"{env}: {len(names)} members, of which {manifest.num_byzantine} may be faulty → {self.directory}")
+        if self.attacker is not None:
+            say(f"Rehearsal: {names[-1]} attacks with {self.attacker}.")
+        honest = names if self.attacker is None else names[:-1]
+        self._train(manifest, honest)
+        from byzpg import training
+
+        self._conclude(manifest, {name: training.load(self.directory / name / "run") for name in honest})
+
+    @property
+    def _manifest_path(self) -> Path:
+        return self.directory / "federation.toml"
+
+    def _create(self) -> "Manifest":
+        """Write the keys, the cards and the manifest."""
+        from byzpg.live.identity import generate, write_identity
+        from byzpg.live.links import free_ports
+
+        ports = free_ports(self.members)
+        identities = [generate(name, f"127.0.0.1:{port}") for name, port in zip(NAMES, ports, strict=False)]
+        waiting = Waiting(grace=self.grace, linger=max(10.0, 5 * self.grace))
+        members = [member for member, _ in identities]
+        manifest = make_manifest(members, self.options, waiting=waiting, rehearsal=True)
+        for identity in identities:
+            write_identity(self.directory, *identity)
+        manifest.write(self._manifest_path)
+        return manifest
+
+    def _train(self, manifest: "Manifest", honest: Sequence[str]) -> None:
+        """Run one process per member until all honest ones have finished."""
+        from byzpg.cli.live import Membership
+        from byzpg.cli.watch import watch
+
+        names = [member.name for member in manifest.members]
+        processes: dict[str, subprocess.Popen[bytes]] = {}
+        try:
+            for name in names:
+                processes[name] = self._start(name, attacks=name not in honest)
+                # The first member compiles; the others find its programs in the cache.
+                with console.status("compiling"):
+                    while name == names[0] and processes[name].poll() is None and not _is_ready(self.directory / name):
+                        time.sleep(0.1)
+            # An attacker whom no member hears would never finish.
+            awaited = [processes[name] for name in honest]
+            membership = Membership(manifest, 0, self.directory / f"{names[0]}.key")
+            asyncio.run(watch(membership, processes=awaited))
+        finally:
+            for process in processes.values():
+                process.terminate()
+            for process in processes.values():
+                process.wait()
+        failed = [name for name in honest if processes[name].returncode]
+        if failed:
+            raise ValueError(f"{', '.join(failed)} did not finish: see {self.directory / failed[0]}.out.")
+
+    def _start(self, name: str, *, attacks: bool) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "byzpg", "peer", str(self._manifest_path), "--name", name]
+        if attacks and self.attacker is not None:
+            command += ["--attack", self.attacker]
+        with (self.directory / f"{name}.out").open("w") as output:
+            return subprocess.Popen(
+                [*command, "--directory", str(self.directory / name)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={"JAX_COMPILATION_CACHE_DIR": str(self.directory / "cache"), **os.environ},
+            )
+
+    def _conclude(self, manifest: "Manifest", runs: "Mapping[str, Run]") -> None:
+        """Print how the honest members ended, and save their learning curves."""
+        from byzpg.cli.tables import LAST_TENTH, rounded
+        from byzpg.experiments import figures
+        from byzpg.experiments.results import Result
+        from byzpg.experiments.summaries import final_returns
+
+        settings, last = manifest.settings(), manifest.members[-1].name
+        attacker = f", {last} attacking ({self.attacker})" if self.attacker is not None else ""
+        figure = figures.learning_curves(
+            [figures.Curve(name, run.trajectories, run.returns) for name, run in runs.items()],
+            f"{settings.env}, {len(manifest.members)} members{attacker}",
+            reference_level=envs.make(settings.env).reward_threshold,
+            reference_name="counts as solved",
+            what="return of a member's own episodes",
+        )
+        plot = self.directory / "curves.png"
+        figures.save(figure, plot)
+        say(f"Return of each honest member, {LAST_TENTH} of training:")
+        for name, run in runs.items():
+            say(f"{name:>12}  {rounded(float(final_returns(Result.of(run))[0]))}")
+        say(f"Learning curves: {plot}")
+        say(f"Watch it play: byzpg play {self.directory / next(iter(runs)) / 'run'}")
+
+
+def _is_ready(directory: Path) -> bool:
+    log = directory / "log.jsonl"
+    return log.is_file() and '"event": "ready"' in log.read_text()
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Create the manifest of a live federation, or try one out on this machine."""
+
+    command: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[New, tyro.conf.subcommand("new", default=New((), Config()))]
+        | Annotated[Demo, tyro.conf.subcommand("demo", default=Demo(Config()))]
+    ]
+
+    def run(self) -> None:
+        self.command.run()

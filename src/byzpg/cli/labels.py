@@ -1,0 +1,46 @@
+"""How runs are named in tables and plots."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from byzpg.cli.console import counted
+from byzpg.config import Settings
+from byzpg.federation.algorithms import ALGORITHMS
+from byzpg.robust.components import Component
+from byzpg.runs import Run
+
+if TYPE_CHECKING:  # loads Matplotlib, which is slow
+    from byzpg.experiments.figures import Curve
+
+
+def short(component: Component) -> str:
+    """A component as text, without empty parentheses."""
+    return str(component).removesuffix("()")
+
+
+def method(settings: Settings) -> str:
+    """The algorithm and its rule: DecByzPG with RFA, or Dec-PAGE-PG with plain averaging."""
+    if settings.num_agents == 1:
+        return settings.algorithm
+    robust = ALGORITHMS[settings.algorithm].robust
+    return f"{settings.algorithm} with {short(settings.aggregator) if robust else 'plain averaging'}"
+
+
+def federation(settings: Settings) -> str:
+    """The agents, and what attacks them: 13 agents, 3 of them attacking (AvgZero)."""
+    agents = counted(settings.num_agents, "agent")
+    if not settings.num_attackers:
+        return agents
+    return f"{agents}, {settings.num_attackers} of them attacking ({short(settings.attack)})"
+
+
+def curves(runs: Mapping[Path, Run]) -> "list[Curve]":
+    """The learning curves of runs, each with the shortest label that tells it from the others."""
+    from byzpg.experiments.figures import Curve
+
+    methods = [method(run.settings) for run in runs.values()]
+    attacked = [f"{each}, {short(run.settings.attack)}" for each, run in zip(methods, runs.values(), strict=True)]
+    paths = [str(path) for path in runs]
+    labels = next(each for each in (methods, attacked, paths) if len(set(each)) == len(runs))
+    return [Curve(label, run.trajectories, run.returns) for label, run in zip(labels, runs.values(), strict=True)]

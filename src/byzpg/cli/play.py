@@ -1,0 +1,56 @@
+"""byzpg play."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from byzpg.cli.console import console, say
+
+
+@dataclass(frozen=True)
+class Play:
+    """Play a trained policy in the real environment.
+
+    Prints the returns. Where the environment can be drawn, the first episode is saved as an animation.
+
+    Example: byzpg play runs/CartPole-v1-DecByzPG-AvgZero-1 --episodes 3
+    """
+
+    directory: tyro.conf.Positional[Path]
+    """Directory of the run."""
+    episodes: int = 10
+    """Number of episodes."""
+    seed: int = 0
+    """Seed of the environment; episode i starts from seed + i."""
+    index: int = 0
+    """Index of the training seed whose policy plays, from 0."""
+    agent: int = 0
+    """Agent whose parameters are used, from 0."""
+    sample: bool = False
+    """Draw actions from the policy, as in training, instead of taking the most likely one."""
+    output: Path | None = None
+    """File for the animation, .gif. Default: play.gif in the directory of the run."""
+
+    def run(self) -> None:
+        output = self.directory / "play.gif" if self.output is None else self.output
+        if output.suffix != ".gif":
+            raise ValueError(f"--output must end in .gif, got {output}.")
+        if self.episodes < 1:
+            raise ValueError(f"--episodes must be at least 1, got {self.episodes}.")
+        if not 0 <= self.seed <= 2**31 - 1 - self.episodes:
+            raise ValueError(
+                f"--seed must not be negative, and --seed + --episodes must be below 2³¹; got --seed {self.seed}."
+            )
+        from byzpg import play, training
+        from byzpg.experiments import figures
+
+        run = training.load(self.directory)
+        policy = run.policy(self.index, self.agent)
+        with console.status("playing"):
+            returns, frames = play.evaluate(policy, run.settings, self.episodes, self.seed, self.sample)
+            if frames:
+                figures.save_animation(frames, output)
+        listed = ", ".join(f"{each:g}" for each in returns)
+        say(f"{run.settings.env}, {self.episodes} episodes: mean return {returns.mean():.1f} ({listed})")
+        say(f"Animation of the first episode: {output}" if frames else "This environment cannot be drawn.")

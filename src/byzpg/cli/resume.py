@@ -1,0 +1,93 @@
+"""byzpg resume."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from byzpg import envs
+from byzpg.cli.console import console, counted, say
+from byzpg.cli.labels import curves, federation, method
+from byzpg.cli.training import HardwareOptions, follows_another_process, training_progress
+from byzpg.config import Settings
+from byzpg.federation.devices import Hardware
+from byzpg.runs import Run, RunDirectory
+
+COMPARISON = "plain-averaging"  # the folder, in a run's directory, of the run it is compared with
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Continue a run from its last checkpoint.
+
+    The result is the same as if the run had never stopped.
+
+    Example: byzpg resume runs/CartPole-v1-DecByzPG-AvgZero-1
+    """
+
+    directory: tyro.conf.Positional[Path]
+    """Directory of the run."""
+    hardware: HardwareOptions = field(default_factory=Hardware)
+
+    def run(self) -> None:
+        if not follows_another_process(self.hardware):
+            finish(self.directory)
+
+
+def finish(path: Path) -> None:
+    """Train a run, and the run it is compared with, to the end; then show how they went."""
+    from byzpg import training
+
+    comparison = path / COMPARISON
+    directories = [path, comparison] if comparison.exists() else [path]
+    planned = {directory: RunDirectory.open(directory).settings() for directory in directories}
+    with training_progress(shlex.join(["byzpg", "resume", str(path)])) as on_progress:
+        _announce(planned)
+        training.resume_all(directories, on_progress)
+    _conclude({directory: training.load(directory) for directory in directories})
+
+
+def _announce(planned: Mapping[Path, Settings]) -> None:
+    settings = next(iter(planned.values()))
+    amount = f"{counted(settings.num_seeds, 'seed')}, {settings.trajectories:,} trajectories per agent"
+    say(f"Training on {settings.env}: {federation(settings)}; {amount}; preset {settings.preset}")
+    for directory, each in planned.items():
+        say(f"  {method(each)} → {directory}")
+
+
+def _conclude(runs: Mapping[Path, Run]) -> None:
+    """Print the summary and save the learning curves of a run and of the run it is compared with."""
+    from byzpg.cli.tables import report_diverged, runs_table
+    from byzpg.experiments import figures
+
+    path, settings = next((path, run.settings) for path, run in runs.items())
+    console.print()
+    console.print(runs_table(runs, with_paths=False))
+    console.print()
+    for directory, run in runs.items():
+        report_diverged(run.diverged, directory)
+    _compare(runs)
+    plot = path / "curves.png"
+    solved = envs.make(settings.env).reward_threshold
+    title = f"{settings.env}, {federation(settings)}"
+    figure = figures.learning_curves(curves(runs), title, reference_level=solved, reference_name="counts as solved")
+    figures.save(figure, plot)
+    say(f"Learning curves:  {plot}")
+    say(f"Watch it play:    {shlex.join(['byzpg', 'play', str(path)])}")
+    say(f"Load in Python:   byzpg.load({str(path)!r})")
+
+
+def _compare(runs: Mapping[Path, Run]) -> None:
+    """Say in one sentence how a run ended next to plain averaging."""
+    from byzpg.experiments.results import Result
+    from byzpg.experiments.summaries import final_returns
+
+    ends = [float(np.mean(final_returns(Result.of(run)))) for run in runs.values()]
+    if len(ends) == 2 and np.all(np.isfinite(ends)):
+        settings = next(iter(runs.values())).settings
+        attackers = f"{settings.num_attackers} of {settings.num_agents} agents attacking"
+        say(f"With {attackers}, {settings.algorithm} ends at {ends[0]:.0f} and plain averaging at {ends[1]:.0f}.")
+        console.print()

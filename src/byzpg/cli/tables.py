@@ -1,0 +1,119 @@
+"""The tables that several commands print. Their numbers are defined in `byzpg.experiments.summaries`."""
+
+from collections.abc import Mapping, Sequence
+from math import isnan
+from pathlib import Path
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from byzpg import envs
+from byzpg.cli.console import say
+from byzpg.cli.labels import method
+from byzpg.experiments.results import Result, Results
+from byzpg.experiments.statistics import lower_median
+from byzpg.experiments.summaries import attacker_weight, best_return, final_returns, trajectories_to_level
+from byzpg.runs import Run
+
+TITLE = "Return of honest agents (mean ± standard deviation over seeds)"
+LAST_TENTH, BEST, SOLVED, WEIGHT = "last tenth", "best", "solved at", "attackers' weight"
+MEANINGS = {
+    LAST_TENTH: "mean return over the last tenth of training",
+    BEST: "highest point of the mean learning curve",
+    SOLVED: "trajectories per agent until solved (median over seeds)",
+    WEIGHT: "their share of the aggregated gradient",
+}
+
+
+def runs_table(runs: Mapping[Path, Run], *, with_paths: bool) -> Table:
+    """A row per run; with paths, also where each run is and how far it has come."""
+    table = summary_table(["method"], [LAST_TENTH, BEST, SOLVED, WEIGHT])
+    for path, run in runs.items():
+        result = Result.of(run)
+        name = method(run.settings)
+        if with_paths:
+            name += f"\n[dim]{escape(str(path))}\n{run.trajectories[-1]:,} trajectories per agent[/dim]"
+        table.add_row(
+            name,
+            spread(final_returns(result)),
+            rounded(best_return(result)),
+            _solved_at(result),
+            percent(attacker_weight(result)),
+        )
+    return table
+
+
+def experiments_table(results: Results) -> Table:
+    """A row per run of every experiment."""
+    table = summary_table(["experiment", "panel", "run"], [LAST_TENTH, BEST, WEIGHT])
+    for experiment in results.experiments:
+        for panel in experiment.panels:
+            for cell in panel.cells:
+                result = results.runs[cell.run]
+                label = cell.label if cell.at is None else f"{cell.label}: {cell.at}"
+                table.add_row(
+                    experiment.name,
+                    panel.title,
+                    escape(label),
+                    spread(final_returns(result)),
+                    rounded(best_return(result)),
+                    percent(attacker_weight(result)),
+                )
+    return table
+
+
+def summary_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
+    """An empty table with columns of names and of numbers, which explains its numbers below."""
+    known = [f"{column}: {MEANINGS[column]}" for column in numbers if column in MEANINGS]
+    # Without borders, the longest names fit into 80 columns.
+    table = Table(
+        title=TITLE, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.caption, table.caption_justify = "\n".join(["", *known]), "left"
+    for column in names:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right", max_width=len("attackers'") if column == WEIGHT else None)
+    return table
+
+
+def report_diverged(seeds: Sequence[int], where: object) -> None:
+    """Name the seeds of a run whose parameters are no longer finite."""
+    if seeds:
+        listed = ", ".join(map(str, seeds))
+        say(f"Diverged: seed {listed} of {where}. Try a smaller --step-size, or a cap on the importance weights.")
+
+
+def spread(values: np.ndarray) -> str:
+    """Mean ± standard deviation of one number per seed [seed]."""
+    missing = int(np.sum(~np.isfinite(values)))
+    if missing:
+        return "diverged" if missing == len(values) else f"{missing} of {len(values)} diverged"
+    return f"{values.mean():.0f} ± {values.std():.0f}"
+
+
+def rounded(value: float) -> str:
+    """A return without decimals; a dash for NaN."""
+    return "–" if isnan(value) else f"{value:.0f}"
+
+
+def percent(share: float) -> str:
+    """A share in percent; a dash for NaN."""
+    return "–" if isnan(share) else f"{share:.1%}"
+
+
+def _solved_at(result: Result) -> str:
+    threshold = envs.make(result.settings.env).reward_threshold
+    if threshold is None:
+        return "–"
+    reached = trajectories_to_level(result, threshold)
+    solved = int(np.sum(np.isfinite(reached)))
+    if not solved:
+        return "never"
+    share = f"{solved} of {len(reached)}"
+    median = float(lower_median(reached))
+    if not np.isfinite(median):
+        return f"{share} seeds"
+    return f"{median:,.0f}" if solved == len(reached) else f"{median:,.0f} ({share})"

@@ -1,0 +1,66 @@
+"""byzpg train."""
+
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from byzpg.cli.resume import COMPARISON, finish
+from byzpg.cli.training import HardwareOptions, follows_another_process
+from byzpg.config import Config, Settings
+from byzpg.federation.devices import Hardware
+from byzpg.runs import RunDirectory
+
+# The algorithm that averages plainly, for each that aggregates robustly.
+PLAIN = {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG"}
+
+TrainingOptions = Annotated[
+    tyro.conf.OmitArgPrefixes[Config],
+    tyro.conf.arg(name="training", help="What to train. The preset sets every option that is not given."),
+]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a federation and show how it went.
+
+    The run is kept in a directory: its options, metrics, checkpoints, parameters and learning curves. DecByzPG and
+    ByzPG are compared with plain averaging under the same attack.
+
+    Example: byzpg train --env LunarLander-v3 --attack ALIE --num-attackers 2
+    """
+
+    options: TrainingOptions
+    config: Path | None = None
+    """File with options, .toml or .json, such as the config.json of a run. Options on the command line override it."""
+    directory: Path | None = None
+    """Directory for the run, which must be new or empty. Default: runs/TASK-ALGORITHM-ATTACK-1, or the next number."""
+    compare: bool = True
+    """Also train plain averaging under the same attack."""
+    hardware: HardwareOptions = field(default_factory=Hardware)
+
+    def run(self) -> None:
+        if follows_another_process(self.hardware):
+            return
+        settings = self.options.resolved()
+        directory = free_directory(settings) if self.directory is None else self.directory
+        planned = {directory: settings}
+        if self.compare and settings.num_attackers and settings.algorithm in PLAIN:
+            planned[directory / COMPARISON] = _with_plain_averaging(self.options, settings)
+        # Both runs are created before either starts, so that `byzpg resume` can finish both, whatever stops them.
+        for path, each in planned.items():
+            RunDirectory.create(path, each)
+        finish(directory)
+
+
+def free_directory(settings: Settings) -> Path:
+    """The first directory for such a run that does not exist yet."""
+    name = f"{settings.task_in_names}-{settings.algorithm}-{type(settings.attack).__name__}"
+    return next(path for number in count(1) if not (path := Path("runs") / f"{name}-{number}").exists())
+
+
+def _with_plain_averaging(options: Config, settings: Settings) -> Settings:
+    plain = replace(options, algorithm=PLAIN[settings.algorithm], aggregator=None, agreement=None, rounds=None)
+    return plain.resolved()
