@@ -1,12 +1,15 @@
 """Continuous control: does DecByzPG learn with Gaussian policies beside Byzantine agents?
 
-    python benchmarks/continuous.py        # about six minutes on two cores
+    python benchmarks/continuous.py                                     # about six minutes on two cores
+    python benchmarks/continuous.py --trajectories 40 --results /tmp    # a quick check
 
 It trains on Pendulum-v1 (in JAX) and on a MuJoCo task of EnvPool, prints the table of docs/results/landers.md and
 writes its pictures. Baseline: the return of the first iteration, that is, of the untrained policy.
 """
 
+import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +41,15 @@ RUNS = {
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trajectories", type=int, help="per agent, instead of 4,000 and 1,000")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the pictures")
+    arguments = parser.parse_args()
     print("| run | first return | last tenth | trajectories per agent | seconds |")
     print("|---|---:|---:|---:|---:|")
     for name, config in RUNS.items():
         started = time.perf_counter()
-        run = train(config)
+        run = train(replace(config, trajectories=arguments.trajectories or config.trajectories))
         late = run.returns[:, run.trajectories > 0.9 * run.trajectories[-1]].mean(axis=1)
         print(
             f"| {name} | {run.returns[:, 0].mean():.0f} | {late.mean():.0f} ± {np.std(late, ddof=1):.0f} "
@@ -50,7 +57,7 @@ def main() -> None:
             flush=True,
         )
         picture = figures.learning_curves([figures.Curve("DecByzPG", run.trajectories, run.returns)], name)
-        figures.save(picture, RESULTS / f"continuous-{config.env.rpartition(':')[2]}.png")
+        figures.save(picture, arguments.results / f"continuous-{config.env.rpartition(':')[2]}.png")
 
 
 if __name__ == "__main__":

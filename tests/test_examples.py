@@ -1,0 +1,140 @@
+"""The examples and the notebook run and show what they claim; the benchmarks start without the tests."""
+
+import json
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from forking import Forked
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "benchmarks"
+NOTEBOOK = EXAMPLES / "tour.ipynb"
+SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+# The code cells as a plain program: no Jupyter needed.
+CELLS = """
+import json, sys
+names = {"__name__": "__main__"}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+"""
+PICTURES = {".png": b"\x89PNG", ".gif": b"GIF8"}
+
+
+def run(script: Path, folder: Path, *arguments: object, program: str = SCRIPT) -> str:
+    """What a script prints, run as its reader runs it: in its own process, with its own folder on the path."""
+    with (folder / "printed").open("w+b") as printed:
+        process = Forked(
+            script, *arguments, program=program, stdout=printed, folder=folder, PYTHONPATH=str(script.parent)
+        )
+        code = process.wait()
+        printed.seek(0)
+        text = printed.read().decode()
+    assert code == 0, text
+    return text
+
+
+def example(name: str, folder: Path, *arguments: object) -> str:
+    """What an example prints; the last line names the picture that it wrote."""
+    text = run(EXAMPLES / name, folder, "--output", folder / "output", *arguments)
+    picture = Path(text.splitlines()[-1].partition(": ")[2])
+    assert picture.parent == folder / "output"
+    assert picture.read_bytes().startswith(PICTURES[picture.suffix])
+    return text
+
+
+def number(pattern: str, text: str) -> float:
+    """The number in the first group of the only match."""
+    (found,) = re.findall(pattern, text)
+    return float(found)
+
+
+def test_a_task_of_ones_own_is_learned_beside_an_attacker(tmp_path: Path) -> None:
+    text = example("own_task.py", tmp_path)
+    first, last = (number(rf"Return of the {name}: (.+)", text) for name in ("first iteration", "last five iterations"))
+    assert first < -30
+    assert last > -15
+    assert "too cold: heat" in text
+    assert "too warm: cool" in text
+
+
+def test_a_rule_of_ones_own_withstands_an_attack_of_ones_own_and_the_mean_does_not(tmp_path: Path) -> None:
+    text = example("own_rule_and_attack.py", tmp_path)
+    assert 0.8 < number(r"AroundMedoid\(\) of ten .+: (.+)", text) < 1.2
+    assert number(r"Mean\(\) of ten .+: (.+)", text) < -5
+    assert number(r"AroundMedoid\(\) under .+ C_ra (\S+)", text) < 3
+    assert number(r"Mean\(\) under .+ C_ra (\S+)", text) > 50
+    assert number(r"AroundMedoid\(\): .+, (\d+) at the end", text) > 120
+    assert number(r"Mean\(\): .+, (\d+) at the end", text) < 30
+
+
+def test_the_rule_of_ones_own_leaves_out_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from own_rule_and_attack import AroundMedoid  # pyright: ignore[reportMissingImports]
+
+    rows = jnp.asarray([[1.0, 2.0], [1.1, 2.0], [0.9, 2.0], [jnp.nan, 0.0], [40.0, 40.0]])
+    np.testing.assert_allclose(AroundMedoid()(rows, num_byzantine=2), [1.0, 2.0], atol=1e-5)
+
+
+def test_of_three_rules_the_mean_alone_learns_nothing(tmp_path: Path) -> None:
+    text = example("compare_rules.py", tmp_path)
+    assert number(r"  mean +(\d+) of 200", text) < 30
+    for name in ("RFA", "NNM and trimmed mean"):
+        assert number(rf"  {name} +(\d+) of 200", text) > 120
+
+
+def test_a_trained_policy_balances_the_pole_of_gymnasium_and_is_loaded_the_second_time(tmp_path: Path) -> None:
+    text = example("use_policy.py", tmp_path)
+    assert number(r"Random actions in Gymnasium: mean return (\d+)", text) < 60
+    assert number(r"The policy in Gymnasium: mean return (\d+)", text) > 300
+    trained = (tmp_path / "output" / "cartpole" / "parameters.npz").stat()
+    assert example("use_policy.py", tmp_path, "--run", tmp_path / "output" / "cartpole") == text
+    assert (tmp_path / "output" / "cartpole" / "parameters.npz").stat() == trained
+
+
+def test_members_of_a_live_federation_end_with_equal_parameters(tmp_path: Path) -> None:
+    text = example("live_federation.py", tmp_path)
+    assert number(r"Largest difference between the honest members' parameters: (.+)", text) <= 1e-6
+    for name in ("alice", "bob", "carol", "dave"):
+        returns = re.search(rf"{name}: return +(\d+) at first, +(\d+) at the end", text)
+        assert returns is not None
+        assert float(returns[2]) > 2 * float(returns[1])
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"-?\d+\.?\d*", "#", text))
+
+
+def test_the_notebook_has_its_outputs_and_its_cells_still_run(tmp_path: Path) -> None:
+    assert NOTEBOOK.stat().st_size < 300_000
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} == {"stream", "execute_result"}
+    stored = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+
+    printed = run(NOTEBOOK, tmp_path, program=CELLS)
+    assert without_numbers(printed) == without_numbers(stored)
+    for text in (stored, printed):
+        assert number(r"RFA (\d+), plain mean", text) > 120
+        assert number(r"plain mean (\d+) in the last", text) < 30
+        assert number(r"NNM\(TrimmedMean\(\)\) under .+ C_ra (\S+)", text) < 3
+
+
+def test_every_example_is_tested_and_listed_and_says_how_to_run_it() -> None:
+    tested, listed = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
+    for path in [*EXAMPLES.glob("*.py"), NOTEBOOK]:
+        assert f'"{path.name}"' in tested
+        assert f"({path.name})" in listed
+        assert f"examples/{path.name}" in path.read_text()
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
+def test_benchmarks_start_without_the_tests_and_name_their_baseline(path: Path, tmp_path: Path) -> None:
+    text = run(path, tmp_path, "--help")
+    assert f"python benchmarks/{path.name}" in text
+    assert "aseline" in text
