@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from xml.etree.ElementTree import Element, SubElement
 
 import griffe
 from markdown import Extension, Markdown
 from markdown.inlinepatterns import InlineProcessor
-from markdown.util import ETX, STX
+from markdown.util import ETX, STX, AtomicString
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 
@@ -27,22 +28,40 @@ ROOT = Path(__file__).parent.parent
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
+class Index(InlineProcessor):
+    """The index of a symbol of one letter, as in x̄_S, θ_{t−1} or γ^h, below or above it."""
+
+    def __init__(self, mark: str, tag: str, md: Markdown) -> None:
+        symbol, braces = r"(?<!\w)(?:argmin|[^\W\d_][\u0300-\u036f]?)", r"\{(?:[^{}]|\{[^{}]*\})*\}"
+        super().__init__(rf"({symbol}){mark}({braces}|\([^()\s]*\)|\w{{1,4}}\b)", md)
+        self.tag = tag
+
+    def handleMatch(self, m: re.Match[str], data: str) -> tuple[Element, int, int]:
+        whole = Element("span", {"class": "symbol"})
+        whole.text = AtomicString(m[1])
+        SubElement(whole, self.tag).text = m[2][1:-1] if m[2][0] == "{" else m[2]
+        return whole, m.start(), m.end()
+
+
 class Underscore(InlineProcessor):
-    """An underscore in the text, as if it were escaped."""
+    """Any other underscore in the text, as if it were escaped."""
 
     def handleMatch(self, m: re.Match[str], data: str) -> tuple[str, int, int]:
         return f"{STX}{ord('_')}{ETX}", m.start(), m.end()
 
 
-class PlainUnderscores(Extension):
-    """Underscores are subscripts on these pages, as in Σ_H x̄_S; only asterisks emphasize."""
+class Symbols(Extension):
+    """Underscores mean subscripts on these pages, as in Σ_H x̄_S; only asterisks emphasize."""
 
     def extendMarkdown(self, md: Markdown) -> None:
-        md.inlinePatterns.register(Underscore("_", md), "underscore", 65)  # after links and HTML, before emphasis
+        # After links and HTML, before emphasis.
+        md.inlinePatterns.register(Index("_", "sub", md), "subscript", 67)
+        md.inlinePatterns.register(Index(r"\^", "sup", md), "superscript", 66)
+        md.inlinePatterns.register(Underscore("_", md), "underscore", 65)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.markdown_extensions.append(PlainUnderscores())  # pyright: ignore[reportArgumentType]
+    config.markdown_extensions.append(Symbols())  # pyright: ignore[reportArgumentType]
     return config
 
 
