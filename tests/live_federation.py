@@ -1,4 +1,4 @@
-"""Real federations for tests: one process per member, over real sockets, if asked for in network namespaces."""
+"""Real federations for tests: one process per member, real sockets, and network namespaces on demand."""
 
 import json
 import os
@@ -21,11 +21,11 @@ from byzpg.live.identity import generate, write_identity
 from byzpg.live.manifest import FIXED, Manifest, Times, new_manifest
 
 NAMES = ("alice", "bob", "carol", "dave", "erin")
-PATIENCE = 200.0  # seconds until a condition counts as never met; less than a test's time limit, which names no reason
+PATIENCE = 200.0  # seconds until a condition fails; less than a test's time limit, whose error names no condition
 
 
 def until(condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
-    """Wait for a condition; time only decides when to give up."""
+    """Wait for a condition, and fail after `patience` seconds."""
     deadline = time.monotonic() + patience
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited in vain until {what}"
@@ -33,12 +33,12 @@ def until(condition: Callable[[], Any], what: str, patience: float = PATIENCE) -
     return found
 
 
-# Below the range from which systems give out ports by chance, and different in each of pytest's processes.
+# Below the range of ports for outgoing connections, and different in each of pytest's processes.
 _ports = count(10_000 + 97 * os.getpid() % 9_000)
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of this machine that nobody listens on, and that nobody is given before a test listens there."""
+    """Find free ports that no other process is given before a test listens there."""
     found: list[int] = []
     while len(found) < number:
         port = next(_ports)
@@ -49,11 +49,11 @@ def free_ports(number: int) -> list[int]:
 
 
 def found(folder: Path, addresses: list[str], times: Times, rehearsal: bool = True, **options: Any) -> Manifest:
-    """Keys and manifest of a federation that tolerates one fault."""
+    """Write the keys and the manifest of a federation that tolerates one faulty member."""
     made = [generate(name, address) for name, address in zip(NAMES, addresses, strict=True)]
     for identity in made:
         write_identity(folder, *identity)
-    training = Config(num_agents=len(NAMES), num_declared=1, num_byzantine=0, num_seeds=1, **options).resolved()
+    training = Config(num_agents=len(NAMES), num_byzantine=1, num_attackers=0, num_seeds=1, **options).resolved()
     chosen = {name: value for name, value in training.as_data().items() if name not in FIXED}
     manifest = new_manifest([member for member, _ in made], 1, chosen, times, rehearsal)
     manifest.write(folder / "federation.toml")
@@ -76,7 +76,7 @@ class Federation:
             self.processes[name] = Forked(*line, stdout=output, namespace=self.namespaces.get(name))
 
     def start_all(self, *options: str, attacker: str | None = None) -> None:
-        """All members, the last one as an attacker if told so; the first compiles what the others then find in the cache."""
+        """Start all members, the last one with an attack if given. The first one fills the cache of programs."""
         for name in NAMES:
             self.start(name, *options, *(["--attack", attacker] if attacker is not None and name == NAMES[-1] else []))
             if name == NAMES[0]:
@@ -110,19 +110,19 @@ class Federation:
         return done[-1]["iteration"] if done else 0
 
     def wait_for_iterations(self, more: int, *names: str) -> None:
-        """Until members have done so many more."""
+        """Wait until members have done this many more iterations."""
         aims = {name: self.iteration(name) + more for name in names}
         for name, aim in aims.items():
             until(lambda name=name, aim=aim: self.iteration(name) >= aim, f"{name} has done {aim} iterations")
 
     def wait_until_together(self, *names: str) -> None:
-        """Until members do the same iterations again, each with messages from all of `names`."""
+        """Wait until members do the same iterations again, each with messages from all of `names`."""
         start = max(self.iteration(name) for name in names)
         for name in names:
             until(lambda name=name: self.iteration(name) > start + 2, f"{name} is with the others again")
 
     def finish(self) -> dict[str, int]:
-        """The exit codes, once all have ended."""
+        """Wait until all members have ended; return their exit codes."""
         return {name: process.wait(PATIENCE) for name, process in self.processes.items()}
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class Federation:
 
 @contextmanager
 def on_loopback(folder: Path, times: Times, **options: Any) -> Iterator[Federation]:
-    """A federation on this machine, not started yet."""
+    """A federation on this machine that has not been started."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(len(NAMES))]
     federation = Federation(folder, found(folder, addresses, times, **options))
     try:
@@ -157,8 +157,7 @@ def in_namespaces(folder: Path, times: Times, **options: Any) -> Iterator[Federa
         assert shutil.which(tool), f"these tests need {tool}: apt-get install {package}"
     assert os.geteuid() == 0, "these tests make network namespaces: run them as root"
     prefix = f"bz{os.getpid()}"
-    hub, everyone = f"{prefix}hub", (*NAMES, "outsider")
-    spaces = {name: f"{prefix}{name}" for name in everyone}
+    hub, spaces = f"{prefix}hub", {name: f"{prefix}{name}" for name in (*NAMES, "outsider")}
     try:
         run("ip", "netns", "add", hub)
         run("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
@@ -182,7 +181,7 @@ def in_namespaces(folder: Path, times: Times, **options: Any) -> Iterator[Federa
 
 
 def drop(federation: Federation, name: str, percent: int) -> None:
-    """Lose this share of all packets that reach a member; 0: none any more."""
+    """Drop this share of all packets from and to a member; 0 drops none."""
     rules = "flush ruleset\n"
     if percent:
         for hook, device in (("input", "iifname"), ("output", "oifname")):

@@ -1,8 +1,9 @@
 """A federation in memory: a network, disks, crashes and attackers, all of them drawn from one seed.
 
-Every member but the attackers is `live.peer.Peer` without its input and output: it carries out the protocol's actions in
-order, computes one thing after the other, and after a crash goes on from its disk. A crash can come before any action.
-`World.run` raises `Violation` where the protocol breaks a promise; `python tests/live_world.py SEED` prints the trace.
+Every member but the attackers does what `live.peer.LivePeer` does, without its input and output: it carries out the
+protocol's actions in order, computes one thing after the other, and continues from its disk after a crash. A crash can
+come before any action. `World.run` raises `Violation` if the protocol breaks a promise, and
+`python tests/live_world.py SEED` prints the trace.
 """
 
 import struct
@@ -40,7 +41,7 @@ from byzpg.live.protocol import (
 )
 from byzpg.robust.agreement import MDA
 
-# In units of a message's usual delay. The long linger outlasts every fault and what it takes to recover from it.
+# In units of a message's usual delay. The long linger outlasts every fault and the recovery from it.
 GRACE, START_GRACE, LINGER, LONG_LINGER, RETRY, FLUSH = 4.0, 10.0, 100.0, 250.0, 5.0, 1.0
 LAST_FAULT, LONGEST_FAULT, PATIENCE = 25.0, 60.0, 1500.0
 MOST_EVENTS = 60_000
@@ -49,14 +50,14 @@ STEP_SIZE = 0.5
 
 
 class Violation(AssertionError):
-    """A promise of the protocol was broken."""
+    """The protocol broke a promise."""
 
 
 class Crash(Exception):
-    """A member stops, here and now."""
+    """A member stops at this point."""
 
 
-# Vectors: of the plane, as complex numbers; in one dimension the imaginary part is 0.
+# Vectors are points of the plane, as complex numbers; in one dimension the imaginary part is 0.
 
 
 def to_vector(point: complex) -> np.ndarray:
@@ -101,7 +102,7 @@ def least_diameter_mean(points: list[complex], size: int) -> complex:
     return sum(points) / len(points)
 
 
-# Signatures: a token that takes the signer's secret to make.
+# A signature is a token that only the owner of a secret can make.
 
 
 def digest_of(vector: np.ndarray, receipts: tuple[Receipt, ...]) -> bytes:
@@ -122,45 +123,51 @@ class Secret(NamedTuple):
 
 
 class Member:
-    """One member: `Peer`, on a simulated disk."""
+    """One member: `LivePeer`, on a simulated disk."""
 
     attacker = False
 
     def __init__(self, world: "World", own: int) -> None:
         self.world, self.own = world, own
-        self.course = Course(world.num_members, world.num_faulty, own, world.rounds, world.num_iterations)
+        self.course = Course(
+            num_members=world.num_members,
+            num_byzantine=world.num_byzantine,
+            own=own,
+            rounds=world.rounds,
+            num_iterations=world.num_iterations,
+        )
         self.secret = world.secrets[own]
         self.target = world.targets[own]
         self.effort = 3.0 if own == world.slow else 0.5  # how long it computes
-        # The disk; messages have slots that are overwritten in turn
+        # The disk; messages are stored in slots that are overwritten in turn
         self.slots = 2 * self.course.per_iteration + 2
         self.outbox: dict[int, Message] = {}
         self.checkpoint: tuple[int, complex] | None = None
-        # Life
+        # Memory, which is lost in a crash
         self.up = self.finished = self.recovering = False
-        self.fuse: int | None = None  # a crash after so many more actions
+        self.fuse: int | None = None  # how many more actions until a crash
         self.life = 0
         self.awake()
 
     def awake(self) -> None:
-        """As `Peer.__init__`; `start` comes later, and messages may come before it."""
+        """As `LivePeer.__init__`; `start` comes later, and messages may come before it."""
         self.life += 1
         self.up = True
         self.state = 0j if self.checkpoint is None else self.checkpoint[1]
         self.advanced = self.state
         self.held = self.checkpoint
         self.jobs: deque[Callable[[], list[Action]]] = deque()
-        self.firsts: dict[tuple[int, int], Message] = {}  # the first message of a step from a sender, in time
-        self.sealed: set[int] = set()  # steps whose message was made in this life
+        self.firsts: dict[tuple[int, int], Message] = {}  # the first message in time, by step and sender
+        self.sealed: set[int] = set()  # steps whose message was made since the last start
         self.accusations: set[tuple[int, int]] = set()
         self.protocol = self.world.protocol(
-            self.course,
-            self.seal,
-            lambda step: Message("ask", self.own, step, NOTHING, (), b"", b""),
-            self.world.verify,
-            0 if self.checkpoint is None else self.checkpoint[0],
-            self.checkpoint is not None,
-            self.logged(),
+            course=self.course,
+            seal=self.seal,
+            seal_ask=lambda step: Message("ask", self.own, step, NOTHING, (), b"", b""),
+            verify=self.world.verify,
+            iteration=0 if self.checkpoint is None else self.checkpoint[0],
+            started=self.checkpoint is not None,
+            sent=self.logged(),
         )
         self.world.after(self.world.drawn(1.0), self.guarded, self.life, self.start)
 
@@ -176,7 +183,7 @@ class Member:
         self.do(self.protocol.start())
 
     def guarded(self, life: int, event: Callable[..., None], *arguments: Any) -> None:
-        """Something that happens to a member, unless it has crashed since."""
+        """Let an event happen to a member, unless it has crashed since the event was planned."""
         if self.up and life == self.life:
             try:
                 event(*arguments)
@@ -189,7 +196,7 @@ class Member:
         self.jobs.clear()
 
     def burn(self) -> None:
-        """A place where a crash may come."""
+        """Crash here, if it is time."""
         if self.fuse is not None:
             self.fuse -= 1
             if self.fuse < 0:
@@ -256,7 +263,7 @@ class Member:
             self.do(actions)
 
     def receive(self, message: Message) -> None:
-        """A message over the network."""
+        """Receive a message from the network."""
         world, protocol = self.world, self.protocol
         kind, sender, step = message[:3]
         if world.trace is not None:
@@ -304,7 +311,7 @@ class Member:
         phase, iteration = course.phase(step), course.iteration(step)
         points = [to_point(message.vector) for message in action.messages if message is not None]
         if phase == 0:
-            trim = max(0, course.num_faulty - (course.num_members - len(points)))
+            trim = max(0, course.num_byzantine - (course.num_members - len(points)))
             result = self.advanced = self.state + STEP_SIZE * trimmed_mean(points, trim)
         else:
             result = least_diameter_mean(points, course.quorum)
@@ -370,7 +377,7 @@ class Member:
         self.accusations.add((first.sender, first.step))
 
     def check_memory(self) -> None:
-        """This step and the next; receipts of two steps more; two states a sender; what the disk has, and the start."""
+        """Memory is bounded: messages of two steps, receipts of four, two states per sender, the outbox."""
         members, protocol = self.course.num_members, self.protocol
         for what, kept, most in (
             ("messages", sum(map(len, protocol._inbox.values())), 2 * members),
@@ -383,7 +390,7 @@ class Member:
 
 
 class Attacker(Member):
-    """A member that follows the protocol where it likes, and can sign what it likes, in its own name."""
+    """A member that deviates from the protocol at will, and can sign anything in its own name."""
 
     attacker = True
 
@@ -391,9 +398,9 @@ class Attacker(Member):
         super().__init__(world, own)
         self.style = world.rng.choice(("equivocate", "equivocate", "chaos", "chaos", "silent", "subtle"))
         self.said: list[Message] = []
-        self.lies_left = 12
+        self.inventions_left = 12
         if self.style == "chaos":
-            world.after(world.drawn(3.0), self.lie)
+            world.after(world.drawn(3.0), self.invent)
 
     def check_combine(self, action: Combine) -> None:
         pass
@@ -437,8 +444,8 @@ class Attacker(Member):
             assert self.held is not None
             self.say(to, self.secret.seal("state", self.course.first_step(self.held[0]), self.nonsense(), ()))
 
-    def lie(self) -> None:
-        """Something out of nothing."""
+    def invent(self) -> None:
+        """Send a message that no round asks for."""
         random, course = self.world.rng, self.course
         step = random.choice((0, 1, self.protocol.step, self.protocol.step, self.protocol.step + 1, course.last))
         match random.randrange(5):
@@ -460,9 +467,9 @@ class Attacker(Member):
         for to in range(course.num_members):
             if to != self.own and random.random() < 0.6:
                 self.say(to, message)
-        self.lies_left -= 1
-        if self.lies_left and self.up:
-            self.world.after(self.world.drawn(3.0), self.lie)
+        self.inventions_left -= 1
+        if self.inventions_left and self.up:
+            self.world.after(self.world.drawn(3.0), self.invent)
 
 
 class World:
@@ -474,7 +481,7 @@ class World:
         self.random = random.random
         self.inline = seed % 2 == 0  # short vectors are combined at once, long ones in the agent's thread
         shape = random.random()
-        self.num_members, self.num_faulty = (5, 1) if shape < 0.85 else (4, 0) if shape < 0.97 else (9, 2)
+        self.num_members, self.num_byzantine = (5, 1) if shape < 0.85 else (4, 0) if shape < 0.97 else (9, 2)
         self.rounds = 1 if random.random() < 0.7 else 2
         self.num_iterations = 3 if random.random() < 0.25 else 2
         self.plane = random.random() < 0.5
@@ -482,10 +489,10 @@ class World:
         self.twice = random.choice((0.0, 0.0, 0.1))
         self.pace = random.choice((0.2, 0.7, 2.0))
         self.slow = random.randrange(self.num_members) if random.random() < 0.3 else None
-        # Beyond f: for a while more members are in trouble than the protocol tolerates.
+        # Beyond f: for a while more members are faulty than the protocol tolerates.
         self.beyond = random.random() < 0.2
         self.must_end = True
-        attackers = random.randint(min(1, self.num_faulty), self.num_faulty) if random.random() < 0.5 else 0
+        attackers = random.randint(min(1, self.num_byzantine), self.num_byzantine) if random.random() < 0.5 else 0
         self.attackers = set(random.sample(range(self.num_members), attackers))
 
         self.now, self.serial, self.events = 0.0, 0, 0
@@ -493,7 +500,7 @@ class World:
         self.blocked: set[tuple[int, int]] = set()  # links, from and to
         self.cut_off: set[int] = set()
         self.sent: dict[int, dict[int, Message]] = {}  # by step and honest sender
-        self.results: dict[int, list[complex]] = {}  # of agreement, by step, where enough had come
+        self.results: dict[int, list[complex]] = {}  # of agreement, by step, if enough messages had arrived
         self.states: dict[int, dict[int, complex]] = {}  # at the beginning of an iteration
         self.counts = dict.fromkeys(("accused", "adopted", "crashes", "partitions", "agreed", "stuck"), 0)
         self.secrets = [Secret(k, random.randbytes(6)) for k in range(self.num_members)]
@@ -512,7 +519,7 @@ class World:
             self.after(self.healing, self.heal_all)
         else:
             self.healing = PATIENCE
-            num_faults = random.randrange(5) if len(self.attackers) < self.num_faulty else 0
+            num_faults = random.randrange(5) if len(self.attackers) < self.num_byzantine else 0
             for _ in range(num_faults):
                 self.after(random.uniform(0, LAST_FAULT), self.fault, 3)
             self.linger = LONG_LINGER if num_faults else LINGER
@@ -584,7 +591,7 @@ class World:
     # Faults
 
     def in_trouble(self, member: Member) -> bool:
-        """Whether a member is down, about to be, cut off, or has been and is still behind."""
+        """Whether a member is down, about to crash, cut off, or still behind after one of these."""
         if not member.up or member.fuse is not None or member.own in self.cut_off:
             return not member.finished
         if member.protocol.step >= max(each.protocol.step for each in self.honest) - 1:
@@ -592,12 +599,12 @@ class World:
         return member.recovering
 
     def fault(self, again: int) -> None:
-        """Something happens to an honest member, if it may."""
+        """A fault hits an honest member, if the federation tolerates one more."""
         trouble = [self.in_trouble(member) for member in self.honest]
         sound = [member for member, bad in zip(self.honest, trouble, strict=True) if not bad and not member.finished]
         if not sound:
             return
-        if not self.beyond and len(self.attackers) + sum(trouble) >= self.num_faulty:
+        if not self.beyond and len(self.attackers) + sum(trouble) >= self.num_byzantine:
             if again:
                 self.after(self.drawn(5.0), self.fault, again - 1)
             return
@@ -618,10 +625,10 @@ class World:
         self.note("fault", member.own, "is cut off from", chosen)
         for other in chosen:
             self.blocked |= {(member.own, other), (other, member.own)}
-        self.after(seconds, self.mend, member, chosen)
+        self.after(seconds, self.reconnect, member, chosen)
 
     def restart(self, member: Member) -> None:
-        if member.fuse is not None:  # it has done little in this time
+        if member.fuse is not None:  # it did too little to crash by itself
             member.guarded(member.life, member.crash)
         if member.up or member.finished:
             return
@@ -631,22 +638,22 @@ class World:
             if other != member.own:
                 self.after(self.drawn(1.0), self.link, member.own, other)
 
-    def mend(self, member: Member, others: list[int]) -> None:
-        self.note("mend", member.own, others)
+    def reconnect(self, member: Member, others: list[int]) -> None:
+        self.note("link", member.own, others)
         self.cut_off.discard(member.own)
         for other in others:
             self.blocked -= {(member.own, other), (other, member.own)}
             self.after(self.drawn(1.0), self.link, member.own, other)
 
     def heal_all(self) -> None:
-        """The end of all trouble. Those too far behind need K − f others who are not."""
+        """End all faults. Members that are too far behind need K − f others that are not."""
         self.beyond = False
         for member in self.honest:
-            self.mend(member, [k for k in range(self.num_members) if (member.own, k) in self.blocked])
+            self.reconnect(member, [k for k in range(self.num_members) if (member.own, k) in self.blocked])
             self.restart(member)
         reached = [0 if member.checkpoint is None else member.checkpoint[0] for member in self.honest]
         far_behind = sum(iteration < max(reached) - 1 for iteration in reached)
-        self.must_end = far_behind + len(self.attackers) <= self.num_faulty or not far_behind
+        self.must_end = far_behind + len(self.attackers) <= self.num_byzantine or not far_behind
         self.note("heal", reached, self.must_end)
 
     def left(self, member: Member) -> None:
@@ -656,21 +663,21 @@ class World:
     # Promises
 
     def check_sent(self, member: Member, message: Message) -> None:
-        """What has left an honest member is never contradicted, over all its lives."""
+        """An honest member never equivocates, over all its restarts."""
         known = self.sent.setdefault(message.step, {}).setdefault(member.own, message)
         if known is not message:
             same = known.receipt == message.receipt
-            self.require(same, f"{member.own} contradicts itself in step {message.step}")
+            self.require(same, f"{member.own} equivocates in step {message.step}")
 
     def agreed(self, member: Member, action: Combine, result: complex) -> None:
         came = sum(message is not None and message.sender not in self.attackers for message in action.messages)
-        if not member.attacker and len(self.honest) - came + len(self.attackers) <= self.num_faulty:
+        if not member.attacker and len(self.honest) - came + len(self.attackers) <= self.num_byzantine:
             self.results.setdefault(action.step, []).append(result)
             self.counts["agreed"] += 1
 
     def check_agreement(self) -> None:
-        """Honest results are nearer to each other than the honest vectors were, by the rule's factor."""
-        factor = MDA().contraction(self.num_members, self.num_faulty)
+        """Honest results are closer to each other than the honest vectors were, by the rule's factor."""
+        factor = MDA().contraction(self.num_members, self.num_byzantine)
         for step, results in self.results.items():
             before = [to_point(message.vector) for message in self.sent[step].values()]
             bound = factor * diameter(before) + ROUNDING * (1 + max(map(abs, before)))
@@ -678,13 +685,13 @@ class World:
             self.require(found <= bound, f"results of step {step} are {found} apart, more than {bound}")
 
     def adopted(self, member: Member, action: Adopt, state: complex) -> None:
-        """An adopted state is near those of honest members, if few were missing."""
+        """An adopted state is close to those of honest members, if few were missing."""
         if member.attacker:
             return
         self.counts["adopted"] += 1
         honest = [k for k, each in enumerate(action.states) if each is not None and k not in self.attackers]
         missing = len(self.honest) - 1 - len(honest)
-        if missing + len(self.attackers) <= self.num_faulty:
+        if missing + len(self.attackers) <= self.num_byzantine:
             points = [self.states[action.iteration][k] for k in honest]
             away, apart = min(abs(state - point) for point in points), diameter(points)
             bound = 2 * apart + ROUNDING * (1 + max(map(abs, points)))
@@ -708,7 +715,7 @@ def _brief(action: Action | Message) -> str:
 
 
 def violation(seed: int, protocol: type[Protocol] = Protocol) -> str | None:
-    """What goes wrong with a seed, in words."""
+    """The promise that a seed breaks, in words; None if it breaks none."""
     try:
         World(seed, protocol).run()
     except Violation as found:

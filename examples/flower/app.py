@@ -1,7 +1,7 @@
-"""The parts of the app, which are byzpg's own.
+"""The two apps, which are part of byzpg.
 
-Flower parses the file that the configuration names in two threads at once. Python 3.11 can fail at that ("AST
-constructor recursion depth mismatch", cpython#106905), the more often the longer the file is.
+This file is short for a reason: Flower parses it in two threads at once, and the longer a file is, the more often
+Python 3.11 fails at that ("AST constructor recursion depth mismatch", cpython#106905).
 """
 
 from byzpg.engines.flower import client_app, server_app

@@ -1,9 +1,11 @@
-"""ByzPG on Flower: what it learns is what the simulator says, and no reply can stop it."""
+"""ByzPG on Flower: it learns what the simulator learns, and no reply can stop it."""
 
 import functools
 import io
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,17 +28,18 @@ from numpy.lib import format as numpy_format
 from byzpg import Config, Run, load
 from byzpg.engines.flower import SIMULATED, ByzPG, Options, client_app, server_app
 from byzpg.federation.members import Server, seeded_key
-from byzpg.federation.simulator import ITERATIONS, LARGE, SMALL, Simulation
+from byzpg.federation.schedule import ITERATIONS
+from byzpg.federation.simulator import LARGE, SMALL, Simulation
 from byzpg.robust.attacks import NoAttack
 from byzpg.robust.exchange import exchange
 
 RUN, SERVER = 7, 1
-NODES = (900, 17, 2**63, 44)  # as they come; by position they are sorted
+NODES = (900, 17, 2**63, 44)  # unsorted; positions follow the sorted ids
 ATTACKER = max(NODES)  # at position 3
 SEED = 3
 SHORT: dict[str, Any] = {
     "num-agents": 4,
-    "num-declared": 1,
+    "num-byzantine": 1,
     "seed": SEED,
     "horizon": 40,
     "large-batch": 6,
@@ -48,14 +51,14 @@ SHORT: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Flower's runtime tells a process about itself."""
+    """Set what Flower's runtime tells a process about itself."""
     for name, value in (("_task_id", 1), ("_run_id", RUN), ("_node_id", SERVER)):
         monkeypatch.setattr(TaskIdentity, name, value)
-    monkeypatch.setattr("byzpg.engines.flower.PAUSE", 0.001)
+    monkeypatch.setattr("byzpg.engines.flower.replies.PAUSE", 0.001)
 
 
 def over_the_wire(message: Message) -> Message:
-    """As it arrives: taken apart into Flower's objects, and put together again."""
+    """The message as it arrives, after Flower's serialisation."""
     objects = {number: each.deflate() for number, each in get_all_nested_objects(message).items()}
     arrived = inflate_object_from_contents(message.object_id, objects)
     assert isinstance(arrived, Message)
@@ -63,12 +66,12 @@ def over_the_wire(message: Message) -> Message:
     return arrived
 
 
-# What becomes of a reply on its way, in a round (from 1), from a node: other replies, none, or an exception.
+# Replaces a reply on its way, by round (from 1) and node: by other replies, by none, or by an exception.
 Tamper = Callable[[int, int, Message], list[Message]]
 
 
 class LoopbackGrid(Grid):
-    """Nodes in this process, each with a context of its own; messages go through Flower's own serialisation."""
+    """Nodes in this process, each with its own context; messages go through Flower's own serialisation."""
 
     def __init__(self, run_config: Mapping[str, Any], tamper: Tamper | None = None, nodes: Iterable[int] = NODES):
         self.contexts = {node: Context(RUN, node, {}, RecordDict(), dict(run_config)) for node in nodes}
@@ -110,7 +113,7 @@ class LoopbackGrid(Grid):
 
 
 def flower_run(folder: Path, tamper: Tamper | None = None, **options: Any) -> tuple[Run, LoopbackGrid]:
-    """The whole server app in this process."""
+    """Run the whole server app in this process."""
     config = {**SHORT, **{name.replace("_", "-"): value for name, value in options.items()}, "directory": str(folder)}
     grid = LoopbackGrid(config, tamper, NODES[-config["num-agents"] :])
     server_app(grid, Context(RUN, SERVER, {}, RecordDict(), config))
@@ -118,19 +121,19 @@ def flower_run(folder: Path, tamper: Tamper | None = None, **options: Any) -> tu
     return load(path), grid
 
 
-# Iterations that the simulator does in one go.
+# Iterations that the simulator runs in one call.
 BLOCK = 10
 # The simulator's attackers, by the name of their run on Flower.
 TWINS: dict[str, dict[str, Any]] = {
     "honest": {},
-    "AvgZero": {"num_byzantine": 1, "attack": "AvgZero"},
-    "Silent": {"num_byzantine": 1, "attack": "Silent"},
+    "AvgZero": {"num_attackers": 1, "attack": "AvgZero"},
+    "Silent": {"num_attackers": 1, "attack": "Silent"},
 }
 
 
 @dataclass(frozen=True)
 class Twins:
-    """What the simulator says, all side by side in one program."""
+    """The simulated runs, side by side in one program."""
 
     trajectories: list[int]  # after every block
     parameters: dict[str, list[np.ndarray]]  # θ after every block
@@ -141,7 +144,7 @@ def twins() -> Twins:
     options = {name.replace("-", "_"): value for name, value in SHORT.items() if name != "rehearsal"} | {
         "algorithm": "ByzPG",
         "num_seeds": 1,
-        "num_byzantine": 0,
+        "num_attackers": 0,
         "trajectories": 10 * len(BAD),
     }
     settings = [Config(**{**options, **each}).resolved() for each in TWINS.values()]
@@ -160,12 +163,12 @@ def twins() -> Twins:
 
 @pytest.mark.parametrize("name", [name for name in TWINS if name != "Silent"])
 def test_a_run_on_flower_is_what_the_simulator_says(tmp_path: Path, twins: Twins, name: str) -> None:
-    lies: dict[str, Any] = {"rehearsal_attack": name, "rehearsal_attackers": "3"} if TWINS[name] else {}
-    run, grid = flower_run(tmp_path, trajectories=twins.trajectories[0], **lies)
+    attack: dict[str, Any] = {"rehearsal_attack": name, "rehearsal_attackers": "3"} if TWINS[name] else {}
+    run, grid = flower_run(tmp_path, trajectories=twins.trajectories[0], **attack)
     expected = {twin: parameters[0] for twin, parameters in twins.parameters.items()}
     np.testing.assert_allclose(run.parameters["last"][0, 0], expected[name], rtol=0, atol=1e-6)
     assert all(np.max(np.abs(expected[name] - theirs)) > 1e-4 for twin, theirs in expected.items() if twin != name)
-    assert len(grid.sent) == 4 * np.sum(run.large) < 4 * len(run.large), "small batches ask nobody"
+    assert len(grid.sent) == 4 * np.sum(run.large) < 4 * len(run.large), "small batches ask no client"
     assert run.complete
     assert np.all(run.metrics["stepped"] == 1)
     assert np.all(np.isfinite(run.returns))
@@ -177,12 +180,13 @@ def play_a_step(run: Run) -> int:
     return int(run.policy().act(np.zeros(4)))
 
 
-def test_a_rule_that_draws_lots_draws_at_the_server_what_it_draws_in_the_simulator() -> None:
+def test_a_random_rule_draws_the_same_at_the_server_and_in_the_simulator() -> None:
     rule = "Bucketing(RFA(), size=3)"
-    given = {**SHORT, "num-declared": 0, "aggregator": rule, "optimizer": "sgd", "step-size": 1.0}
-    server = Server(Options.of(given).settings, seeded_key(SEED))
+    given = {**SHORT, "num-byzantine": 0, "aggregator": rule, "optimizer": "sgd", "step-size": 1.0}
+    settings = Options.of(given).settings
+    server = Server(settings.federation(), settings.schedule(), seeded_key(SEED))
     rows = np.random.default_rng(0).normal(size=(4, server.dimension)).astype(np.float32)
-    for iteration in range(5):  # another lot may happen to fall alike, but not five times
+    for iteration in range(5):  # another draw may happen to agree, but not five times
         key = functools.reduce(jax.random.fold_in, (ITERATIONS, iteration, 4), jax.random.key(SEED))
         expected, _ = exchange(
             server.aggregator, rows, byzantine=[], attack=NoAttack(), num_byzantine=0, key=key, at_server=True
@@ -202,7 +206,7 @@ def reply_with(reply: Message, arrays: Any = None, metrics: Any = None) -> Messa
 
 
 def with_gradient(reply: Message, **fields: Any) -> Message:
-    """The reply, with other fields in its array: what they say need not be what is in it."""
+    """The reply, with other fields in its array, which may contradict its data."""
     array = reply.content.array_records["arrays"]["gradient"]
     values = {name: fields.get(name, getattr(array, name)) for name in ("dtype", "shape", "stype", "data")}
     return reply_with(reply, arrays=ArrayRecord({"gradient": Array(**values)}))
@@ -285,7 +289,7 @@ def reply_to(reply: Message) -> Message:
 def test_every_bad_reply_is_counted_named_and_left_out(
     tmp_path: Path, twins: Twins, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One after the other, from one client: what remains is what the simulator makes of a client that is silent."""
+    """One client sends one after the other, and the run equals a simulation in which it is silent."""
     tried = iter(BAD)
 
     def tamper(server_round: int, node: int, reply: Message) -> list[Message]:
@@ -309,10 +313,10 @@ def test_every_bad_reply_is_counted_named_and_left_out(
     assert f"left out: 5 × wrong shape from client 3 (node {ATTACKER})" in summary
 
 
-def test_with_too_few_usable_replies_nothing_moves_and_the_run_goes_on(
+def test_with_too_few_usable_replies_the_parameters_stay_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two clients fail in the first two rounds, and one is declared: θ must not move, and the third round steps."""
+    """Two clients fail in the first two rounds, with f = 1: θ must not move there, and the third round steps."""
 
     def tamper(server_round: int, node: int, reply: Message) -> list[Message]:
         failing = server_round <= 2 and node in (ATTACKER, min(NODES))
@@ -340,7 +344,7 @@ def test_with_too_few_usable_replies_nothing_moves_and_the_run_goes_on(
     assert "Round 2: no step, with 2 usable replies of the 3 that are needed (K − f)" in caplog.messages
 
 
-def test_a_client_that_boasts_does_not_move_the_curve(tmp_path: Path) -> None:
+def test_a_client_that_claims_a_high_return_does_not_move_the_curve(tmp_path: Path) -> None:
     run, _ = flower_run(
         tmp_path,
         lambda server_round, node, reply: [saying(reply, **{"return": 1e9}) if node == ATTACKER else reply],
@@ -353,13 +357,13 @@ def test_a_client_that_boasts_does_not_move_the_curve(tmp_path: Path) -> None:
 # 1 of 4 clients attacks.
 @pytest.mark.parametrize("attack", [None, "NonFinite", "WrongShape", "AvgZero"])
 @pytest.mark.parametrize("algorithm", ["ByzPG", "Fed-PAGE-PG"])
-def test_byzpg_learns_beside_a_liar_and_plain_averaging_does_not(
+def test_byzpg_learns_beside_an_attacker_and_plain_averaging_does_not(
     tmp_path: Path, algorithm: str, attack: str | None
 ) -> None:
-    lies: dict[str, Any] = {} if attack is None else {"rehearsal_attack": attack, "rehearsal_attackers": "3"}
-    declared = {"algorithm": algorithm, "num_declared": int(algorithm == "ByzPG")}
+    attacked: dict[str, Any] = {} if attack is None else {"rehearsal_attack": attack, "rehearsal_attackers": "3"}
+    tolerated = {"algorithm": algorithm, "num_byzantine": int(algorithm == "ByzPG")}
     batches = {"large_batch": 15, "switch_probability": 1.0, "horizon": 200, "trajectories": 450}
-    run, _ = flower_run(tmp_path, **batches, **declared, **lies)
+    run, _ = flower_run(tmp_path, **batches, **tolerated, **attacked)
     last = float(np.mean(run.returns[0, -4:]))
     assert last > 160 if algorithm == "ByzPG" or attack is None else last < 50, last
 
@@ -376,7 +380,7 @@ def test_random_numbers_are_secret_last_a_run_and_follow_the_seed_in_rehearsals_
     assert context.state.config_records["byzpg"]["key"] in secrets, "the same in all rounds of a run"
     context.run_id = RUN + 1
     client_app(over_the_wire(first.sent[-1]), context)
-    assert context.state.config_records["byzpg"]["key"] not in secrets, "and fresh in the next"
+    assert context.state.config_records["byzpg"]["key"] not in secrets, "and a new one in the next run"
     rehearsed = [flower_run(tmp_path / name, **short)[0].parameters["last"] for name in ("three", "four")]
     np.testing.assert_array_equal(rehearsed[0], rehearsed[1])
 
@@ -387,9 +391,9 @@ def test_random_numbers_are_secret_last_a_run_and_follow_the_seed_in_rehearsals_
         ({"agregator": "RFA"}, "there is no option 'agregator'. Did you mean 'aggregator'?"),
         ({"aggregator": "RFX"}, "there is no aggregator 'RFX'"),
         ({"algorithm": "DecByzPG"}, "algorithm DecByzPG has no server: use ByzPG or Fed-PAGE-PG"),
-        ({"algorithm": "Fed-PAGE-PG"}, "withstands no attacker: num-declared must be 0, got 1"),
-        ({"num-declared": 2}, "2 of 4 agents breaks that: use num_byzantine ≤ 1"),
-        ({"num-byzantine": 1}, "num-byzantine is for simulated runs"),
+        ({"algorithm": "Fed-PAGE-PG"}, "tolerates no attacker: num-byzantine must be 0, got 1"),
+        ({"num-byzantine": 2}, "2 of 4 agents breaks that: use num_byzantine ≤ 1"),
+        ({"num-attackers": 1}, "num-attackers is for simulated runs"),
         ({"hidden": "16;16"}, "hidden must be sizes such as '16,16', got '16;16'"),
         ({"large-batch": "many"}, "large_batch must be int; got 'many'"),
         ({"reply-seconds": -1}, "reply-seconds must be a positive number, got -1"),
@@ -418,20 +422,39 @@ def test_options_left_out_come_from_the_preset_and_sizes_from_text() -> None:
     assert (
         settings
         == Config(
-            algorithm="ByzPG", num_agents=4, num_declared=1, num_byzantine=0, num_seeds=1, trajectories=600
+            algorithm="ByzPG", num_agents=4, num_byzantine=1, num_attackers=0, num_seeds=1, trajectories=600
         ).resolved()
     )
     assert Options.of({**app, "hidden": "8, 4"}).settings.hidden == (8, 4)
-    # As elsewhere, a fourth of the agents may lie where nothing is said; none of them is simulated.
-    silent = Options.of({**app, "num-agents": 9, "num-declared": ""}).settings
-    assert (silent.num_declared, silent.num_byzantine) == (2, 0)
-    plain = Options.of({**app, "algorithm": "Fed-PAGE-PG", "num-declared": ""}).settings
-    assert plain.num_declared == 0
+    # The default of num-byzantine is a quarter of the agents, as in a simulation; no attacker is simulated.
+    silent = Options.of({**app, "num-agents": 9, "num-byzantine": ""}).settings
+    assert (silent.num_byzantine, silent.num_attackers) == (2, 0)
+    plain = Options.of({**app, "algorithm": "Fed-PAGE-PG", "num-byzantine": ""}).settings
+    assert plain.num_byzantine == 0
     missing = {field.name.replace("_", "-") for field in fields(Config)} - set(app)
     assert missing == {name.replace("_", "-") for name in SIMULATED}, "Flower takes no option that the app lacks"
 
 
-def test_the_federation_is_as_many_nodes_as_the_config_says(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_option_names_of_byzpg_0_1_are_still_read() -> None:
+    present = {**SHORT, "rehearsal-attack": "Crash", "rehearsal-attackers": "3"}
+    renamed = {"num-byzantine": "num-declared", "rehearsal-attackers": "rehearsal-liars"}
+    old = {renamed.get(name, name): value for name, value in present.items()}
+    assert old.keys() >= set(renamed.values())
+    assert Options.of(old) == Options.of(present)
+    for name, old_name in renamed.items():
+        with pytest.raises(ValueError, match=f"{old_name} is the old name of {name}: give only one of them"):
+            Options.of({**present, old_name: present[name]})
+
+
+@pytest.mark.parametrize("module", ["byzpg.engines.flower", "byzpg.live.member"])
+def test_a_member_imports_neither_the_simulator_nor_the_trainer(module: str) -> None:
+    unneeded = ("byzpg.federation.simulator", "byzpg.training")
+    program = f"import sys, {module}; print([name for name in {unneeded} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_the_number_of_nodes_must_be_num_agents(caplog: pytest.LogCaptureFixture) -> None:
     strategy = ByzPG(Options.of(SHORT).settings)
     with pytest.raises(ValueError, match="only 3 SuperNodes are connected after"):
         strategy.wait_for_clients(LoopbackGrid(SHORT, nodes=NODES[:3]), 0.01)
@@ -443,7 +466,7 @@ def test_the_federation_is_as_many_nodes_as_the_config_says(caplog: pytest.LogCa
 
 
 def kept_run(deployed: Deployment) -> Run:
-    """The one run that the server kept."""
+    """The only run that the server wrote."""
     (path,) = (deployed.folder / "runs").iterdir()
     run = load(path)
     shutil.rmtree(path)
@@ -451,11 +474,11 @@ def kept_run(deployed: Deployment) -> Run:
 
 
 @pytest.mark.slow
-def test_a_deployment_with_tls_and_node_authentication_learns_the_same_beside_a_liar(tmp_path: Path) -> None:
-    """SuperLink and three SuperNodes; a fourth, whose key nobody registered, is refused."""
+def test_a_deployment_with_tls_and_node_authentication_learns_the_same_beside_an_attacker(tmp_path: Path) -> None:
+    """A SuperLink and three SuperNodes; a fourth, whose key is not registered, is refused."""
     options: dict[str, Any] = {"num-agents": 3, "trajectories": 15, "switch-probability": 0.4}
     options |= {"rehearsal-attack": "NonFinite; Zero; Crash", "rehearsal-attackers": "2"}
-    twin, _ = flower_run(tmp_path / "twin", **options)  # first, so that the others find programs compiled
+    twin, _ = flower_run(tmp_path / "twin", **options)  # first, so that the others find compiled programs
     assert twin.large.tolist() == [True, False, True]
     with deployment(tmp_path, tls=True) as deployed:
         deployed.start_secure_superlink()
@@ -477,7 +500,7 @@ def test_a_deployment_with_tls_and_node_authentication_learns_the_same_beside_a_
 
 @pytest.mark.slow
 def test_the_app_runs_in_flowers_simulation(tmp_path: Path) -> None:
-    """As the README says, but with a SuperLink of the test's own: `flwr run` would leave one behind."""
+    """As in the documentation, but with a SuperLink of the test's own: `flwr run` would leave one behind."""
     options: dict[str, Any] = {"trajectories": 15, "switch-probability": 0.4}
     twin, _ = flower_run(tmp_path / "twin", **options)
     with deployment(tmp_path, tls=False) as deployed:
@@ -501,13 +524,13 @@ def four_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 @pytest.mark.parametrize(
     ("algorithm", "attack"), [("ByzPG", ""), *product(("ByzPG", "Fed-PAGE-PG"), ("NonFinite", "WrongShape", "AvgZero"))]
 )
-def test_in_a_deployment_byzpg_learns_beside_a_liar_and_plain_averaging_does_not(
+def test_in_a_deployment_byzpg_learns_beside_an_attacker_and_plain_averaging_does_not(
     four_nodes: Deployment, algorithm: str, attack: str
 ) -> None:
-    """CartPole, 1 of 4 clients lying. Few rounds of many episodes: a round costs seconds, whatever is in it."""
+    """CartPole, with 1 attacker among 4 clients. Few rounds of many episodes: every round costs seconds."""
     batches = {"large-batch": 150, "trajectories": 1200, "step-size": 0.15, "horizon": 500, "switch-probability": 1.0}
-    lies = {"rehearsal-attack": attack, "rehearsal-attackers": "3"} if attack else {}
-    declared = {"algorithm": algorithm, "num-declared": int(algorithm == "ByzPG")}
-    four_nodes.run(**{**SHORT, **batches, **declared, **lies})
+    attacked = {"rehearsal-attack": attack, "rehearsal-attackers": "3"} if attack else {}
+    tolerated = {"algorithm": algorithm, "num-byzantine": int(algorithm == "ByzPG")}
+    four_nodes.run(**{**SHORT, **batches, **tolerated, **attacked})
     returns = kept_run(four_nodes).returns[0].round().tolist()
     assert returns[-1] > 200 if algorithm == "ByzPG" else max(returns) < 50, returns

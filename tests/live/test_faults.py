@@ -1,4 +1,4 @@
-"""One real federation in network namespaces, and everything that can happen to it, one thing after the other."""
+"""One real federation in network namespaces, which suffers one fault after the other."""
 
 import json
 import signal
@@ -35,20 +35,20 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
             until(lambda name=name: made.iteration(name) > 3, f"{name} has begun")
         yield made
         for name in NAMES:
-            assert not made.events(name, "equivocation"), "nobody lied"
+            assert not made.events(name, "equivocation"), "all members are honest"
 
 
 def others(*without: str) -> list[str]:
     return [name for name in NAMES if name not in without]
 
 
-def test_a_slow_start_costs_nobody_a_round(federation: Federation) -> None:
+def test_a_slow_start_costs_no_member_a_round(federation: Federation) -> None:
     """Every member waits for all others at the start barrier, step 0; later on, a busy machine may make one late."""
     for name in NAMES:
         assert 0 not in [event["step"] for event in federation.events(name, "without")]
 
 
-def test_a_frozen_member_stalls_nobody_and_catches_up(federation: Federation) -> None:
+def test_a_frozen_member_does_not_stall_the_others_and_catches_up(federation: Federation) -> None:
     federation.signal("dave", signal.SIGSTOP)
     try:
         federation.wait_for_iterations(4, *others("dave"))
@@ -63,12 +63,12 @@ def test_a_frozen_member_stalls_nobody_and_catches_up(federation: Federation) ->
 
 def test_a_member_killed_and_started_at_once_needs_no_states(federation: Federation) -> None:
     rejoins = len(federation.events("erin", "rejoin"))
-    # Nobody moves while it is away: with alice frozen as well there is no quorum.
+    # The others do not move while erin is away: with alice frozen as well, there is no quorum.
     federation.signal("alice", signal.SIGSTOP)
     try:
         federation.kill("erin")
         federation.start("erin")
-        # Until she is one of a quorum again: merely up, her links may still be coming, and alice would not wait.
+        # Until erin is part of a quorum. Before that her links may be missing, and alice would not wait for her.
         federation.wait_for_iterations(1, "erin")
         assert len(federation.events("erin", "rejoin")) == rejoins
     finally:
@@ -107,7 +107,7 @@ def test_without_a_quorum_nothing_moves_until_one_returns(federation: Federation
         federation.signal(name, signal.SIGSTOP)
 
     def stalled() -> bool:
-        """All three at the same step: one that is still behind another could go on."""
+        """Whether all three have stalled at the same step; one that is behind could still move."""
         last = [federation.events(name, "stalled")[before:][-1:] for name, before in alarms.items()]
         return all(last) and len({events[0]["step"] for events in last}) == 1
 
@@ -116,7 +116,7 @@ def test_without_a_quorum_nothing_moves_until_one_returns(federation: Federation
         assert {"dave", "erin"} <= set(federation.events("alice", "stalled")[-1]["missing"])
         still = {name: federation.iteration(name) for name in alarms}
         states = {name: (federation.directory(name) / "checkpoints.bin").read_bytes() for name in alarms}
-        time.sleep(5 * TIMES.grace)  # long enough for several steps, if one could end
+        time.sleep(5 * TIMES.grace)  # long enough for several rounds, if one could end
         for name in alarms:
             assert federation.iteration(name) == still[name]
             assert (federation.directory(name) / "checkpoints.bin").read_bytes() == states[name]
@@ -129,7 +129,7 @@ def test_without_a_quorum_nothing_moves_until_one_returns(federation: Federation
     federation.wait_until_together(*NAMES)
 
 
-# Callers that should not be heard, one after the other. It prints how each was refused.
+# Callers that must be refused, one after the other. The program prints how each was refused.
 CALLERS = """
 import asyncio, json, sys
 from pathlib import Path
@@ -173,7 +173,7 @@ asyncio.run(main())
 STRANGERS = ("plaintext", "no certificate", "foreign certificate", "copied certificate")
 
 
-def test_strangers_are_not_heard(federation: Federation) -> None:
+def test_strangers_are_refused(federation: Federation) -> None:
     linked = len(federation.events("alice", "linked"))
     said, complaints = federation.folder / "strangers.out", federation.folder / "strangers.err"
     with said.open("w") as output, complaints.open("w") as errors:
@@ -188,7 +188,7 @@ def test_strangers_are_not_heard(federation: Federation) -> None:
     federation.wait_for_iterations(1, *NAMES)
 
 
-# A member gone bad: alice's own key, in other hands. It prints what became of each attempt.
+# An attacker with alice's stolen key. The program prints the outcome of each attempt.
 TRAITOR = """
 import asyncio, sys
 from pathlib import Path
@@ -232,7 +232,7 @@ connections = []
 for _ in range(200):
     try:
         connections.append(socket.create_connection(("10.77.0.1", 7700), timeout=5))
-        connections[-1].sendall(b"\\x16\\x03\\x01\\x02\\x00\\x01")  # the beginning of a TLS greeting, and never more
+        connections[-1].sendall(b"\\x16\\x03\\x01\\x02\\x00\\x01")  # the beginning of a TLS handshake, and nothing more
     except OSError:
         pass
 print(len(connections), flush=True)
@@ -273,7 +273,7 @@ def test_a_stolen_key_does_no_harm_and_its_owner_rejoins(federation: Federation)
     federation.wait_until_together(*NAMES)
 
 
-def test_connections_that_never_say_anything_cost_nobody_anything(federation: Federation) -> None:
+def test_silent_connections_cost_a_member_neither_time_nor_memory(federation: Federation) -> None:
     before = memory(federation, "alice")
     command = ["ip", "netns", "exec", federation.namespaces["outsider"], sys.executable, "-c", SLOW]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as loris:

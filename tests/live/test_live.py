@@ -1,4 +1,4 @@
-"""Whole federations over real connections: what members learn, and that it is what the simulator says."""
+"""Whole federations over real connections: members learn, and they learn what the simulator says."""
 
 import asyncio
 import json
@@ -18,8 +18,9 @@ from live_federation import NAMES, PATIENCE, Federation, free_ports, on_loopback
 from prometheus_client.parser import text_string_to_metric_families
 
 from byzpg import Config, cli, load
-from byzpg.federation.members import Learner
-from byzpg.federation.simulator import LARGE, SMALL
+from byzpg.config import Settings
+from byzpg.federation.members import Peer, seeded_key
+from byzpg.federation.simulator import LARGE, SMALL, Simulation
 from byzpg.live.manifest import Manifest, Times
 from byzpg.live.member import Options, take_part
 from byzpg.live.records import Records
@@ -28,12 +29,18 @@ from byzpg.live.wire import verify_evidence
 
 SEED = 3
 SHORT: dict[str, Any] = {"horizon": 100, "large_batch": 6, "trajectories": 180, "seed": SEED}
-# Long enough that no shared machine makes a member late: with one missing, results would differ.
+# Long enough for a busy machine: if one member were late, the results would differ.
 PATIENT = Times(grace=120.0, start_grace=300.0)
 
 
-# A member whose messages are all rejected, or come too late, never finishes by itself.
+# A member whose messages are all rejected or late never finishes by itself.
 UNHEARD = ("garbage", "oversized", "slow", "NonFinite", "Silent")
+
+
+def peer(settings: Settings, index: int = 0, key_data: np.ndarray | None = None, **options: Any) -> Peer:
+    """The computation of one member, without a network."""
+    key_data = np.zeros(2, np.uint32) if key_data is None else key_data
+    return Peer(settings.federation(), settings.schedule(), index, key_data, **options)
 
 
 def take_part_together(
@@ -43,13 +50,13 @@ def take_part_together(
     metrics: tuple[str, int] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """All members in this process, over real connections; the last one attacks. The run ends when they all have.
+    """Run all members in this process, over real connections, until all have finished. The last one attacks.
 
     The first one serves its metrics; `meanwhile` is called now and then.
     """
-    Learner(federation.manifest.settings(), 0, np.zeros(2, np.uint32)).warm_up()  # compiled once for all
+    peer(federation.manifest.settings(), as_simulated=seed is not None).warm_up()  # compiled once for all
 
-    async def everyone() -> None:
+    async def run_members() -> None:
         members = {
             name: asyncio.create_task(
                 take_part(
@@ -79,13 +86,13 @@ def take_part_together(
         for member in done:
             member.result()
 
-    asyncio.run(everyone())
+    asyncio.run(run_members())
 
 
 def take_part_until(condition: Callable[[], bool], federation: Federation, manifests: dict[str, Manifest]) -> None:
-    """Some members in this process, each with the manifest that it has."""
+    """Run some members in this process, each with its own manifest, until a condition holds."""
 
-    async def everyone() -> None:
+    async def run_members() -> None:
         options = {name: Options(federation.folder / f"{name}.key", federation.directory(name)) for name in manifests}
         members = [asyncio.create_task(take_part(each, name, options[name])) for name, each in manifests.items()]
         try:
@@ -93,14 +100,14 @@ def take_part_until(condition: Callable[[], bool], federation: Federation, manif
                 while not condition():
                     for member in members:
                         if member.done():
-                            member.result()  # or whatever ended it
+                            member.result()  # raises what ended it
                     await asyncio.sleep(0.05)
         finally:
             for member in members:
                 member.cancel()
             await asyncio.gather(*members, return_exceptions=True)
 
-    asyncio.run(everyone())
+    asyncio.run(run_members())
 
 
 def parameters(federation: Federation, name: str, output: str = "last") -> np.ndarray:
@@ -108,12 +115,12 @@ def parameters(federation: Federation, name: str, output: str = "last") -> np.nd
 
 
 def simulated(manifest: Manifest, **attackers: Any) -> tuple[np.ndarray, np.ndarray]:
-    """θ [K, d] of the simulator after as many iterations, and θ_T̂."""
-    options = {"num_agents": len(NAMES), "num_declared": 1, "num_byzantine": 0, "num_seeds": 1}
-    settings = Config(**{**manifest.training, **options, **attackers, "hidden": tuple(manifest.training["hidden"])})
-    resolved = settings.resolved()
-    simulation = resolved.simulation()
-    plan = Learner(manifest.settings(), 0, np.zeros(2, np.uint32)).plan
+    """The simulator's θ [K, d] after as many iterations, and its θ_T̂."""
+    options = {"num_agents": len(NAMES), "num_byzantine": 1, "num_attackers": 0, "num_seeds": 1}
+    given = {**manifest.training, **options, **attackers, "hidden": tuple(manifest.training["hidden"])}
+    settings = Config(**given).resolved()
+    simulation = Simulation((settings.federation(),), settings.seeds)
+    plan = peer(manifest.settings()).plan
     batches = [LARGE if each else SMALL for each in plan.large]
     (state,), _ = simulation.run(simulation.start(), batches, plan.output_iteration)
     return np.asarray(state.agents.parameters[0]), np.asarray(state.output[0])
@@ -127,7 +134,7 @@ QUICK = Times(grace=1.5, start_grace=300.0)
     [
         (None, {}, PATIENT),
         ("Equivocate", {}, PATIENT),
-        # Small batches, plain SGD (whose v̂ is what agreement made of a step), and no agreement at all.
+        # Small batches, plain SGD (whose v̂ follows from the agreed step), and no agreement at all.
         pytest.param(
             None,
             {"optimizer": "sgd", "step_size": 1e-3, "switch_probability": 0.3, "small_batch": 3},
@@ -135,24 +142,24 @@ QUICK = Times(grace=1.5, start_grace=300.0)
             marks=pytest.mark.slow,
         ),
         pytest.param(None, {"algorithm": "Dec-PAGE-PG"}, PATIENT, marks=pytest.mark.slow),
-        # A missing row is none, not one of zeros.
+        # A missing row is left out, and does not count as zeros.
         pytest.param("Silent", {"trajectories": 12, "rounds": 1}, QUICK, marks=pytest.mark.slow),
     ],
 )
 def test_members_learn_what_their_simulated_twins_learn(
     tmp_path: Path, attack: str | None, options: dict[str, Any], times: Times
 ) -> None:
-    """To 1e-6 after 30 iterations: how a sum of two products is rounded, a compiler decides program by program."""
+    """To 1e-6 after 30 iterations: compilers round the sum of two products differently from program to program."""
     with on_loopback(tmp_path, times, **{**SHORT, **options}) as federation:
         take_part_together(federation, attack)
-        attackers = {} if attack is None else {"num_byzantine": 1, "attack": attack}
+        attackers = {} if attack is None else {"num_attackers": 1, "attack": attack}
         expected, drawn = simulated(federation.manifest, **attackers)
-        heard = NAMES[:4] if attack == "Silent" else NAMES  # whom nobody hears from may be left behind at the end
+        heard = NAMES[:4] if attack == "Silent" else NAMES  # a silent member may be left behind at the end
         for index, name in enumerate(heard):
             np.testing.assert_allclose(parameters(federation, name), expected[index], rtol=0, atol=1e-6)
             np.testing.assert_allclose(parameters(federation, name, "uniform"), drawn[index], rtol=0, atol=1e-6)
-        first = federation.manifest.settings().simulation().start()[0].agents.parameters[0, 0]
-        assert np.max(np.abs(parameters(federation, "alice") - np.asarray(first))) > 1e-3, "something was learned"
+        first = peer(federation.manifest.settings()).parameters
+        assert np.max(np.abs(parameters(federation, "alice") - first)) > 1e-3, "something was learned"
         if not options:
             assert len(federation.events("alice", "iteration")) == 30
         accused = {event["sender"] for name in NAMES for event in federation.events(name, "equivocation")}
@@ -169,7 +176,7 @@ def last_return(federation: Federation, name: str) -> float:
 
 
 @pytest.mark.parametrize(("aggregator", "learns"), [(None, True), ("Mean", False)])
-def test_honest_members_learn_beside_a_liar_unless_they_just_average(
+def test_honest_members_learn_beside_an_attacker_unless_they_just_average(
     tmp_path: Path, aggregator: str | None, learns: bool
 ) -> None:
     options = {"horizon": 200, "trajectories": 600, "rounds": 1, "seed": SEED}
@@ -189,7 +196,7 @@ def test_honest_members_learn_beside_a_liar_unless_they_just_average(
         ("Silent", None),
     ],
 )
-def test_breakers_of_the_wire_are_counted_and_left_out(tmp_path: Path, attack: str, reason: str | None) -> None:
+def test_members_with_broken_messages_are_counted_and_left_out(tmp_path: Path, attack: str, reason: str | None) -> None:
     times = Times(grace=0.2, start_grace=300.0, retry=0.05, linger=0.5)
     with on_loopback(tmp_path, times, horizon=20, large_batch=4, rounds=1, trajectories=12, seed=SEED) as federation:
         take_part_together(federation, attack, seed=None)
@@ -201,7 +208,7 @@ def test_breakers_of_the_wire_are_counted_and_left_out(tmp_path: Path, attack: s
         assert reason is None or {"erin"} == {
             event.get("sender", event.get("to")) for event in said if event.get("reason") == reason
         }
-        # Secret random numbers: every member's own.
+        # Every member has a secret key of its own.
         assert len({(federation.directory(name) / "random.key").read_text() for name in NAMES}) == len(NAMES)
 
 
@@ -220,69 +227,65 @@ def test_manifests_that_differ_refuse_each_other_and_say_why(tmp_path: Path) -> 
         assert not federation.events("alice", "linked")
 
 
-def test_a_learner_draws_what_it_is_told_and_a_restored_one_goes_on_alike() -> None:
-    settings = Config(num_agents=5, num_declared=1, num_byzantine=0, num_seeds=1, **{**SHORT, "horizon": 20}).resolved()
-    key = np.asarray(jax.random.key_data(jax.random.key(SEED)))
-    learner, twin = Learner(settings, 1, key), Learner(settings, 1, key)
-    everyone = np.ones(5, bool)
+def resolved(**options: Any) -> Settings:
+    return Config(num_agents=5, num_byzantine=1, num_attackers=0, num_seeds=1, **{**SHORT, **options}).resolved()
 
-    def iterate(one: Learner, iteration: int) -> np.ndarray:
+
+def test_a_peer_draws_what_its_key_says_and_a_restored_peer_continues_alike() -> None:
+    settings, key = resolved(horizon=20), seeded_key(SEED)
+    first, twin = peer(settings, 1, key), peer(settings, 1, key)
+    all_present = np.ones(5, bool)
+
+    def iterate(one: Peer, iteration: int) -> np.ndarray:
         vector: np.ndarray | None = one.begin(iteration)
         for phase in range(1 + one.rounds):
             assert vector is not None
             noise = np.random.default_rng(phase).normal(size=(5, len(vector))).astype(np.float32) * 1e-3
             rows = vector + noise
             rows[1] = vector
-            vector = one.combine(iteration, phase, rows, everyone)
+            vector = one.combine(iteration, phase, rows, all_present)
         assert vector is None
         return one.parameters
 
-    iterate(learner, 0)
-    twin.restore(1, learner.snapshot())
-    np.testing.assert_array_equal(iterate(learner, 1), iterate(twin, 1))
-    stranger = Learner(settings, 1, key + 1)
-    assert np.any(stranger.begin(0) != Learner(settings, 1, key).begin(0))
+    iterate(first, 0)
+    twin.restore(1, first.snapshot())
+    np.testing.assert_array_equal(iterate(first, 1), iterate(twin, 1))
+    stranger = peer(settings, 1, key + 1)
+    assert np.any(stranger.begin(0) != peer(settings, 1, key).begin(0))
 
 
 def test_warming_up_after_a_restart_leaves_the_drawn_parameters_alone() -> None:
-    settings = Config(num_agents=5, num_declared=1, num_byzantine=0, num_seeds=1, **{**SHORT, "horizon": 20}).resolved()
-    learner, kept = Learner(settings, 0, np.zeros(2, np.uint32)), []
-    learner.plan = replace(learner.plan, output_iteration=0)
-    learner.on_output = kept.append
-    first = learner.parameters
-    learner.begin(0)
-    learner.restore(1, learner.snapshot() + 1)
-    learner.warm_up()
+    one, kept = peer(resolved(horizon=20)), []
+    one.plan = replace(one.plan, output_iteration=0)
+    one.on_output = kept.append
+    first = one.parameters
+    one.begin(0)
+    one.restore(1, one.snapshot() + 1)
+    one.warm_up()
     np.testing.assert_array_equal(kept, [first])
 
 
-def test_a_member_that_adopts_states_is_not_moved_by_a_liar() -> None:
-    settings = Config(num_agents=5, num_declared=1, num_byzantine=0, num_seeds=1, **SHORT).resolved()
-    learner = Learner(settings, 0, np.zeros(2, np.uint32))
-    truth = learner.snapshot() + 1
+def test_an_attacker_does_not_move_a_member_that_adopts_states() -> None:
+    truth = peer(resolved()).snapshot() + 1
     jitter = np.random.default_rng(0).normal(size=(5, len(truth))).astype(np.float32) * 1e-3
     states: list[np.ndarray | None] = [None, *(truth + jitter[1:])]
     states[3] = np.full_like(truth, 1e6)
     for agreement in ("MDA", "TrimmedMeanAgreement"):
-        learner = Learner(
-            Config(num_agents=5, num_declared=1, num_byzantine=0, num_seeds=1, agreement=agreement, **SHORT).resolved(),
-            0,
-            np.zeros(2, np.uint32),
-        )
-        learner.adopt(7, states)
-        np.testing.assert_allclose(learner.snapshot(), truth, atol=5e-3)
-        assert all(int(leaf[0]) == 7 for leaf in jax.tree.leaves(learner._state) if leaf.dtype == np.int32)
+        behind = peer(resolved(agreement=agreement))
+        behind.adopt(7, states)
+        np.testing.assert_allclose(behind.snapshot(), truth, atol=5e-3)
+        assert all(int(leaf[0]) == 7 for leaf in jax.tree.leaves(behind._state) if leaf.dtype == np.int32)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("AvgZero", "needs to know what everybody else sends"),
+        ("AvgZero", "needs to know the messages of all members"),
         ("sign-flop", "Did you mean 'SignFlip'"),
         ("", "there is no"),
     ],
 )
-def test_attacks_that_no_member_can_do_are_refused(text: str, words: str) -> None:
+def test_attacks_that_no_member_can_carry_out_are_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_attack(text)
 
@@ -335,7 +338,7 @@ def test_prometheus_sees_what_happens(tmp_path: Path) -> None:
 
 
 def test_a_member_whose_disk_fails_ends_with_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not go on: it could send what it has not logged."""
+    """It must not continue: it could send a message that it has not logged."""
     put, written = Records.put, []
 
     def fail_in_the_end(self: Records, number: int, *parts: bytes | memoryview) -> None:
@@ -349,15 +352,15 @@ def test_a_member_whose_disk_fails_ends_with_the_error(tmp_path: Path, monkeypat
         take_part_together(federation, None)
 
 
-def test_an_own_vector_that_is_no_number_is_never_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has one stays away until the others tell it their states."""
-    begin = Learner.begin
+def test_a_member_never_sends_a_vector_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits until the others send it their states."""
+    begin = Peer.begin
 
-    def spoiled(self: Learner, iteration: int) -> np.ndarray:
+    def spoiled(self: Peer, iteration: int) -> np.ndarray:
         vector = begin(self, iteration)
         return vector * np.nan if (self.index, iteration) == (1, 1) else vector
 
-    monkeypatch.setattr(Learner, "begin", spoiled)
+    monkeypatch.setattr(Peer, "begin", spoiled)
     # The others wait for bob at the end, however long he takes.
     times = Times(grace=0.2, start_grace=300.0, retry=0.05, linger=PATIENCE)
     with on_loopback(tmp_path, times, horizon=20, large_batch=4, rounds=1, trajectories=40, seed=SEED) as federation:
@@ -368,17 +371,15 @@ def test_an_own_vector_that_is_no_number_is_never_sent(tmp_path: Path, monkeypat
         assert not federation.events("alice", "rejected")
 
 
-def test_members_whose_batches_fall_otherwise_refuse_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_members_with_different_plans_refuse_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = iter(["one", "other", "one", "one", "one"])
-    monkeypatch.setattr(Learner, "plan_digest", property(lambda self: next(digests)))
+    monkeypatch.setattr(Peer, "plan_digest", property(lambda self: next(digests)))
     times = Times(grace=0.2, start_grace=300.0, retry=0.05, linger=1.0)
     with on_loopback(tmp_path, times, horizon=20, large_batch=4, rounds=1, trajectories=8, seed=SEED) as federation:
 
         def refused() -> bool:
-            """For that reason: before all of them listen, some are unreachable."""
+            """Whether one was refused for that reason; at first, some are unreachable."""
             events = [event for name in NAMES for event in federation.events(name, "refused")]
-            return any("large and small batches fall otherwise" in event["words"] for event in events)
+            return any("another plan of large and small batches" in event["words"] for event in events)
 
         take_part_until(refused, federation, dict.fromkeys(NAMES, federation.manifest))

@@ -1,4 +1,4 @@
-"""Looking at a federation: hostile statuses, the page's server, and the page in a real browser on real members."""
+"""The monitor: hostile statuses, the server of the page, and the page in a real browser with real members."""
 
 import asyncio
 import gc
@@ -29,7 +29,8 @@ from live_federation import PATIENCE, free_ports, until
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from rich.console import Console
 
-from byzpg.cli import live as commands
+from byzpg.cli.federation import Waiting, make_manifest
+from byzpg.cli.watch import members_table
 from byzpg.config import Config
 from byzpg.live.identity import generate, read_key, write_identity
 from byzpg.live.links import open_channel
@@ -54,8 +55,8 @@ def made_manifest(folder: Path, ports: list[int], options: Config = TINY) -> Man
     made = [generate(name, f"127.0.0.1:{port}") for name, port in zip(NAMES, ports, strict=True)]
     for identity in made:
         write_identity(folder, *identity)
-    waiting = commands.Waiting(grace=0.3, linger=1.0)
-    manifest: Manifest = commands._manifest([member for member, _ in made], options, None, waiting, rehearsal=True)
+    waiting = Waiting(grace=0.3, linger=1.0)
+    manifest = make_manifest([member for member, _ in made], options, waiting=waiting, rehearsal=True)
     manifest.write(folder / "federation.toml")
     return manifest
 
@@ -66,8 +67,15 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def honest(own: int, iterations: int = 60) -> dict[str, Any]:
-    """What a member may say in the middle of training; erin equivocates, and dave left a while ago."""
-    status = Status(NAMES, own, 300, "Equivocate()" if own == 4 else None, 475.0, "CartPole-v1")
+    """A status in the middle of training, when erin equivocates and dave has left."""
+    status = Status(
+        names=NAMES,
+        own=own,
+        num_iterations=300,
+        attack="Equivocate()" if own == 4 else None,
+        reward_threshold=475.0,
+        task="CartPole-v1",
+    )
     rng = np.random.default_rng(own)
     status.state = "running"
     status.connected = {0, 1, 2, 4}
@@ -95,7 +103,7 @@ def parsed(own: int, **changes: Any) -> Answer:
 
 
 def check_shape(answer: Answer) -> None:
-    """Every field there, of its type, finite, and of a bounded size."""
+    """Every field is present, of its type, finite, and bounded in size."""
     count = range(LARGEST_NUMBER + 1)
 
     def is_count(value: object) -> bool:
@@ -141,11 +149,11 @@ def check_shape(answer: Answer) -> None:
 
 def shown_in_terminal(manifest: Manifest, statuses: Statuses) -> str:
     output = StringIO()
-    Console(file=output, width=200).print(commands._table(manifest, statuses))
+    Console(file=output, width=200).print(members_table(manifest, statuses))
     return output.getvalue()
 
 
-def test_what_honest_members_say_is_kept() -> None:
+def test_honest_statuses_are_kept() -> None:
     said = honest(1)
     answer = parsed(1)
     check_shape(answer)
@@ -157,7 +165,7 @@ def test_what_honest_members_say_is_kept() -> None:
     assert answer["others"]["dave"]["absences"] == 20
 
 
-def test_the_name_is_the_certificates() -> None:
+def test_the_name_comes_from_the_certificate() -> None:
     assert parsed(1, name="alice")["name"] == "bob"
 
 
@@ -183,7 +191,7 @@ SEEN = st.dictionaries(
     others=st.none() | st.dictionaries(st.sampled_from(NAMES), SEEN | JSON),
     based=st.booleans(),
 )
-def test_anything_becomes_the_known_shape(manifest: Manifest, changes: Any, others: Any, based: bool) -> None:
+def test_any_status_gets_the_known_shape(manifest: Manifest, changes: Any, others: Any, based: bool) -> None:
     said = (HONEST if based else {}) | changes | ({} if others is None else {"others": others})
     answer = parse_status(json.dumps(said).encode(), "bob", NAMES)
     assert answer is not None
@@ -201,14 +209,14 @@ HONEST = honest(1)
 
 @settings(deadline=None)
 @given(raw=st.binary(max_size=200))
-def test_bytes_that_are_no_status_are_no_answer(raw: bytes) -> None:
+def test_random_bytes_are_no_answer(raw: bytes) -> None:
     answer = parse_status(raw, "bob", NAMES)
     if answer is not None:
         check_shape(answer)
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"7", b"\xff", b"[" * 100_000, b"9" * 10_000, b'"running"', b"null"])
-def test_what_is_no_table_is_no_answer(raw: bytes) -> None:
+def test_json_that_is_no_object_is_no_answer(raw: bytes) -> None:
     assert parse_status(raw, "bob", NAMES) is None
 
 
@@ -235,7 +243,7 @@ def test_what_is_no_table_is_no_answer(raw: bytes) -> None:
         ("diameters", {"gradients": 1, "parameters": float("inf"), "x": 2}, {"gradients": 1.0}),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_left_out(field: Any, said: object, kept: object) -> None:
+def test_values_that_do_not_fit_are_left_out(field: Any, said: object, kept: object) -> None:
     assert parsed(1, **{field: said})[field] == kept
 
 
@@ -266,7 +274,7 @@ def test_the_terminal_shows_texts_as_they_are(manifest: Manifest) -> None:
 
 @contextmanager
 def monitored(manifest: Manifest, statuses: Statuses) -> Iterator[Monitor]:
-    """The page of members that say this; what is in `statuses` may change meanwhile."""
+    """A monitor of members with these statuses, which may change meanwhile."""
 
     async def ask() -> Statuses:
         return dict(statuses)
@@ -306,7 +314,7 @@ def test_the_page_and_the_last_poll_are_served(server: Monitor, manifest: Manife
     status, headers, content = request(server.url, "GET", "/status.json")
     assert (status, headers["content-type"]) == (200, "application/json")
     data = json.loads(content)
-    assert (data["federation"], data["run"], data["num_faulty"]) == (manifest.federation, manifest.run, 1)
+    assert (data["federation"], data["run"], data["num_byzantine"]) == (manifest.federation, manifest.run, 1)
     assert data["members"][1] == {"name": "bob", "address": "127.0.0.1:9002"}
     assert (data["task"], data["reward_threshold"], data["asked_as"]) == ("CartPole-v1", 475, "alice")
     assert data["age"] >= 0
@@ -325,7 +333,7 @@ def test_nothing_secret_is_served(server: Monitor) -> None:
 @pytest.mark.parametrize(
     "path", ["/index.html", "/status", "/status.json/", "/?", "/../pyproject.toml", "/%2e%2e/x", "*"]
 )
-def test_nothing_else_is_there(server: Monitor, path: str) -> None:
+def test_other_paths_do_not_exist(server: Monitor, path: str) -> None:
     assert request(server.url, "GET", path)[0] == 404
 
 
@@ -365,7 +373,7 @@ def test_every_answer_has_security_headers(server: Monitor, method: str, path: s
 
 
 def test_other_names_for_this_machine_get_nothing(server: Monitor) -> None:
-    """A website could give its own name this machine's address."""
+    """DNS rebinding: a website could point its own name to this machine."""
     assert request(server.url, "GET", "/status.json", Host="evil.example")[0] == 421
     assert request(server.url, "GET", "/status.json", Host="127.0.0.1.evil.example:80")[0] == 421
     assert request(server.url, "GET", "/status.json", Host="localhost:8711")[0] == 200
@@ -388,11 +396,11 @@ def test_a_port_in_use_or_none_at_all_gives_one_clear_error(server: Monitor, man
     ):
         Monitor(manifest, 0, source, "127.0.0.1", port)
     for host, wrong in (("127.0.0.1", 99_999), ("no such host", 0), ("203.0.113.1", 0)):
-        with pytest.raises(ValueError, match=r"cannot serve the status page on .* See --host and --port"):
+        with pytest.raises(ValueError, match=r"cannot serve the status page on .* Choose another host or port"):
             Monitor(manifest, 0, source, host, wrong)
 
 
-def test_a_missing_key_is_said_before_anything_starts(manifest: Manifest, tmp_path: Path) -> None:
+def test_a_missing_key_is_reported_before_anything_starts(manifest: Manifest, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="private key of alice cannot be read"):
         serve(manifest, 0, tmp_path / "alice.key", "127.0.0.1", 0, lambda url: pytest.fail("ready"))
 
@@ -425,7 +433,7 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Visits:
-    """Opens pages; nothing may go wrong in them, and nothing may be asked for but the page and its data."""
+    """Opens pages, which must have no errors and request nothing but the page and its data."""
 
     browser: Browser
 
@@ -453,7 +461,7 @@ class Visits:
 
 @contextmanager
 def watched(manifest: Manifest, statuses: Statuses, visits: Visits) -> Iterator[Monitor]:
-    """As `monitored`, for pages that are closed before their monitor ends: the next question would be in vain."""
+    """As `monitored`, but closes the pages before their monitor ends, so that no request fails."""
     with monitored(manifest, statuses) as monitor:
         yield monitor
         visits.close()
@@ -473,7 +481,7 @@ def visits(browser: Browser) -> Iterator[Visits]:
 
 
 def row(page: Page, name: str) -> dict[str, str]:
-    """By column, what the table says of a member."""
+    """The cells of a member's row, by column."""
     return page.evaluate(
         "name => Object.fromEntries([...document.querySelectorAll(`#members tr[data-member='${name}'] "
         "td:not(.group)`)].map(cell => [cell.dataset.label, cell.innerText.replace(/\\s+/g, ' ').trim()]))",
@@ -505,7 +513,7 @@ CONTRASTS = """() => {
 
 
 def check_looks(page: Page) -> None:
-    """All text can be read in both colour schemes, and nothing sticks out."""
+    """All text is readable in both colour schemes, and nothing overflows the page."""
     lightness = []
     for _ in range(2):
         back, found = page.evaluate(CONTRASTS)
@@ -540,30 +548,30 @@ def test_hostile_texts_stay_texts(manifest: Manifest, visits: Visits) -> None:
             assert page.locator("img").count() == 0
             assert page.locator("script").count() == 1
             assert "owned" not in page.title()
-            # One attacker accuses everybody, and is believed by nobody.
+            # One attacker accuses all others, and its word alone confirms nothing.
             assert row(page, "bob")["Equivocations"] == "claimed 1 × only by erin"
             assert row(page, "erin")["Equivocations"].startswith("caught 60 ×")
             assert row(page, "bob")["Weight of its gradients"].startswith("34 %")
-            # Nor does it stretch the scales.
+            # It does not stretch the scales either.
             highest = page.evaluate(
                 "Math.max(...[...document.querySelectorAll('#chart text[text-anchor=end]')]"
                 ".map(e => Number(e.textContent.replace(',', '').replace('−', '-'))))"
             )
             assert 400 <= highest <= 1000
             assert page.inner_text("#scale").endswith("ms")
-            # Beyond f are only accusations that more than f members make.
+            # Only accusations by more than f members count towards the banner.
             assert page.locator("#beyond").is_hidden()
             check_width(page)
 
 
-def test_a_stall_is_a_red_banner_that_names_who_is_missed(manifest: Manifest, visits: Visits) -> None:
+def test_a_stall_is_a_red_banner_that_names_the_missing_members(manifest: Manifest, visits: Visits) -> None:
     stalled = {"state": "stalled", "waiting_for": ["dave", "erin"]}
     statuses: Statuses = {name: parsed(index, **stalled) for index, name in enumerate(NAMES[:3])}
     statuses |= {"dave": None, "erin": None}
     with watched(manifest, statuses, visits) as monitor:
         page = visits.open(monitor.url)
         expect(page.locator("#stalled strong")).to_have_text("Stalled: no message from dave and erin")
-        assert "alice, bob and carol say they cannot go on" in page.inner_text("#stalled")
+        assert "alice, bob and carol report that they cannot continue" in page.inner_text("#stalled")
         assert "needs messages from 4 of 5 members" in page.inner_text("#stalled")
         red, green, blue = re.findall(r"\d+", page.evaluate("getComputedStyle($('stalled')).backgroundColor"))
         assert int(red) > 3 * max(int(green), int(blue))
@@ -573,9 +581,9 @@ def test_a_stall_is_a_red_banner_that_names_who_is_missed(manifest: Manifest, vi
         statuses |= {name: parsed(index) for index, name in enumerate(NAMES)}
         expect(page.locator("#stalled")).to_be_hidden()
         expect(page.locator("#unreached")).to_be_hidden()
-        # What only one member says may be a lie.
+        # What only one member reports may be false.
         statuses["erin"] = parsed(4, state="stalled", waiting_for=["bob"])
-        expect(page.locator("#stalled")).to_contain_text("it may be a lie")
+        expect(page.locator("#stalled")).to_contain_text("it may be false")
         assert page.inner_text("#state") == "Training"
 
 
@@ -603,7 +611,7 @@ def test_a_stale_page_says_so(manifest: Manifest, visits: Visits) -> None:
     visits.troubles.clear()
 
 
-def test_nothing_is_drawn_anew_that_has_not_changed(server: Monitor, visits: Visits) -> None:
+def test_only_what_has_changed_is_drawn_again(server: Monitor, visits: Visits) -> None:
     page = visits.open(server.url)
     page.wait_for_selector("path.line.mean")
     page.evaluate(
@@ -627,18 +635,19 @@ class Federation:
     monitor: subprocess.Popen[str]
 
 
-# Most members in one process: each of its own would load and compile the same.
+# Most members share one process, so that programs are loaded and compiled once.
 MEMBERS = """
 import asyncio, sys
 from pathlib import Path
 import numpy as np
-from byzpg.federation.members import Learner
+from byzpg.federation.members import Peer
 from byzpg.live.manifest import Manifest
 from byzpg.live.member import Options, take_part
 
 folder, names = Path(sys.argv[1]), sys.argv[2:]
 manifest = Manifest.load(folder / "federation.toml")
-Learner(manifest.settings(), 0, np.zeros(2, np.uint32)).warm_up()
+settings = manifest.settings()
+Peer(settings.federation(), settings.schedule(), 0, np.zeros(2, np.uint32)).warm_up()
 
 async def main():
     attacks = {"erin": "equivocate"}
@@ -670,7 +679,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 
     try:
         members = start("members", folder, *(name for name in NAMES if name != "dave"), program=MEMBERS)
-        # Once the others have compiled, he finds it in the cache.
+        # Dave finds the programs of the others in the cache.
         until(ready, "the first member is ready")
         dave = start("dave", "peer", path, "--name", "dave", "--directory", folder / "dave")
         assert monitor.stdout is not None
@@ -691,7 +700,7 @@ def test_real_members_on_the_page(federation: Federation, visits: Visits) -> Non
     assert names == list(NAMES)
     page.wait_for_function("() => data.statuses.alice && data.statuses.alice.iteration >= 5")
 
-    # Curves with points, one of each member.
+    # Every member has a curve with points.
     expect(page.locator("path.line.mean")).to_have_count(5)
     for path in page.locator("path.line.mean").all():
         assert len(re.findall(r"[ML][\d.]+ [\d.]+", path.get_attribute("d") or "")) >= 3
@@ -700,7 +709,7 @@ def test_real_members_on_the_page(federation: Federation, visits: Visits) -> Non
     assert re.fullmatch(r"iteration \d+ of 25,000", page.inner_text("#iteration"))
     assert "CartPole-v1" in page.inner_text("#task")
 
-    # Everybody is there, and one of them is caught.
+    # All members are present, and one is caught.
     expect(page.locator("#members tr[data-member=erin] .badge.red")).to_contain_text("caught")
     expect(page.locator("#members tr[data-member=erin] .badge.odd")).to_have_text("rehearsal: Equivocate()")
     expect(page.locator("#members .badge.red")).to_have_count(1)
@@ -715,12 +724,12 @@ def test_real_members_on_the_page(federation: Federation, visits: Visits) -> Non
     expect(page.locator("#unreached")).to_be_hidden()
     expect(page.locator("#beyond")).to_be_hidden()
 
-    # One is killed, and the others go on.
+    # One member is killed, and the others continue.
     federation.dave.kill()
     federation.dave.wait()
     expect(page.locator("#members tr[data-member=dave] .presence")).to_have_text("absent")
     expect(page.locator("#unreached strong")).to_have_text("The monitor gets no answer from dave")
-    expect(page.locator("#beyond")).to_contain_text("dave is absent; erin has equivocated. Together 2, where")
+    expect(page.locator("#beyond")).to_contain_text("dave is absent; erin has equivocated. That makes 2, and")
     expect(page.locator("#matrix td[aria-label='alice is not connected to dave']")).to_have_text("✕")
     expect(page.locator("path.line.mean[data-member=dave].gone")).to_have_count(1)
     assert row(page, "dave")["State"].endswith("its last answer")
@@ -742,7 +751,7 @@ def test_the_monitor_ends_cleanly_when_told_to(federation: Federation) -> None:
 
 
 def test_an_interrupt_ends_it_too(tmp_path: Path) -> None:
-    """And a federation of which nobody is there is watched all the same."""
+    """The federation can be monitored even if no member is there."""
     made = made_manifest(tmp_path, free_ports(len(NAMES)))
     data: list[Any] = []
 
@@ -760,7 +769,7 @@ def test_an_interrupt_ends_it_too(tmp_path: Path) -> None:
     assert data[0]["statuses"] == dict.fromkeys(NAMES)
 
 
-def test_nobody_waits_for_grpcs_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_waits_for_grpcs_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC ends its runtime with the last channel, even in the garbage collector, and waits for its thread there."""
     made = made_manifest(tmp_path, free_ports(len(NAMES)))
     waited_for: list[str] = []
@@ -773,11 +782,11 @@ def test_nobody_waits_for_grpcs_own_thread(tmp_path: Path, monkeypatch: pytest.M
     async def use_a_channel() -> None:
         await open_channel(made, 0, read_key(tmp_path / "alice.key", made.members[0]), 1, 2**20).close()
 
-    gc.collect()  # what tests before this one have left
-    gc.freeze()  # and what they keep, which is much, need not be looked through again
+    gc.collect()  # the garbage of earlier tests
+    gc.freeze()  # what earlier tests keep is large, and need not be scanned again
     monkeypatch.setattr(threading.Thread, "join", noted)
     with ThreadPoolExecutor(1) as pool:  # this thread has the browser's event loop
-        for _ in range(20):  # sometimes gRPC's thread has ended before anybody could wait for it
+        for _ in range(20):  # sometimes gRPC's thread ends before another could wait for it
             pool.submit(lambda: asyncio.run(use_a_channel())).result()
             gc.collect()
     assert [name for name in waited_for if "poll" in name] == []

@@ -1,4 +1,4 @@
-"""The live protocol's promises, in ten thousand simulated federations; planted bugs; and what those hardly reach."""
+"""The promises of the live protocol in ten thousand simulated federations, planted bugs, and single members."""
 
 import live_world
 import numpy as np
@@ -52,14 +52,14 @@ def test_a_seed_replays_exactly(seed: int) -> None:
 
 
 class SmallQuorum(Protocol):
-    """Goes on with K − f − 1 messages."""
+    """Ends a round with K − f − 1 messages."""
 
     def _ready(self, inbox: dict[int, Message]) -> bool:
         return self.course.own in inbox and len(inbox) >= self.course.quorum - 1
 
 
 class WithoutOwn(Protocol):
-    """Goes on before its own message is there."""
+    """Ends a round before its own message is there."""
 
     def _ready(self, inbox: dict[int, Message]) -> bool:
         return len(inbox) >= self.course.quorum
@@ -74,7 +74,7 @@ class SendsFirst(Protocol):
 
 
 class ForgetsItsLog(Protocol):
-    """Makes its messages anew after a restart."""
+    """Makes new messages after a restart."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +82,7 @@ class ForgetsItsLog(Protocol):
 
 
 class TakesTheSecond(Protocol):
-    """Of two contradicting messages, counts the second."""
+    """Of two different messages for one step, counts the second."""
 
     def received(self, message: Message) -> list[Action]:
         inbox = self._inbox.get(message.step, {})
@@ -92,7 +92,7 @@ class TakesTheSecond(Protocol):
 
 
 class CountsBoth(Protocol):
-    """Of two contradicting messages, counts both."""
+    """Of two different messages for one step, counts both."""
 
     extra = 0
 
@@ -117,7 +117,7 @@ class AdoptsFromFew(Protocol):
         actions = super()._offered(message)
         theirs = tuple(self._states.get(j, {}).get(message.step) for j in range(self.course.num_members))
         found = sum(state is not None for state in theirs)
-        if actions or self._adopting or not found or found < self.course.num_faulty:
+        if actions or self._adopting or not found or found < self.course.num_byzantine:
             return actions
         self._adopting = True
         return [Adopt(self.course.iteration(message.step), theirs)]
@@ -131,7 +131,7 @@ class AsksOnce(Protocol):
 
 
 class AsksTheMissing(Protocol):
-    """Too far behind, asks only those for a state whose message it lacks."""
+    """When too far behind, asks for states only members whose message it lacks."""
 
     def timer_fired(self, timer: Timer, step: int) -> list[Action]:
         inbox = self._inbox.get(step, {})
@@ -140,7 +140,7 @@ class AsksTheMissing(Protocol):
 
 
 class KeepsNoState(Protocol):
-    """Leaves those too far behind without an answer."""
+    """Does not answer members that are too far behind."""
 
     def _asked(self, sender: int, step: int) -> list[Action]:
         return [action for action in super()._asked(sender, step) if not isinstance(action, SendState)]
@@ -156,14 +156,14 @@ class ForgetsTooEarly(Protocol):
 
 
 class WaitsForTheGone(Protocol):
-    """Waits at the last barrier for members that have seen everybody and left."""
+    """Waits at the final barrier for members that have received all messages and left."""
 
     def _grace_ended(self, inbox: dict[int, Message]) -> list[Action]:
         return super()._grace_ended(inbox) if self._ready(inbox) else []
 
 
 class BelievesReceipts(Protocol):
-    """Accuses on receipts that nobody has signed."""
+    """Accuses members on the basis of receipts without a valid signature."""
 
     def _witness(self, receipt: Receipt, trusted: bool) -> list[Action]:
         return super()._witness(receipt, True)
@@ -189,8 +189,8 @@ class Hoards(Protocol):
 PLANTED = {
     SmallQuorum: "messages",
     WithoutOwn: "without its own",
-    SendsFirst: "contradicts itself",
-    ForgetsItsLog: "contradicts itself",
+    SendsFirst: "equivocates",
+    ForgetsItsLog: "equivocates",
     TakesTheSecond: "did not count the first",
     CountsBoth: "messages",
     AdoptsFromFew: "adopts",
@@ -229,15 +229,15 @@ def verify(receipt: Receipt) -> bool:
 
 
 def member(iteration: int = 0, started: bool = False, sent: dict[int, Message] | None = None) -> Protocol:
-    """Of three iterations with one round of agreement: steps 1 to 6, the last barrier is 7."""
+    """A member of a run of three iterations with one round of agreement: steps 1 to 6, and the final barrier 7."""
     return Protocol(
-        Course(MEMBERS, FAULTY, OWN, rounds=1, num_iterations=3),
-        lambda step, vector, receipts: SECRETS[OWN].seal("vector", step, vector, receipts),
-        lambda step: SECRETS[OWN].seal("ask", step, NOTHING, ()),
-        verify,
-        iteration,
-        started,
-        sent or {},
+        course=Course(num_members=MEMBERS, num_byzantine=FAULTY, own=OWN, rounds=1, num_iterations=3),
+        seal=lambda step, vector, receipts: SECRETS[OWN].seal("vector", step, vector, receipts),
+        seal_ask=lambda step: SECRETS[OWN].seal("ask", step, NOTHING, ()),
+        verify=verify,
+        iteration=iteration,
+        started=started,
+        sent=sent or {},
     )
 
 
@@ -254,7 +254,7 @@ def ask(sender: int, step: int) -> Message:
 
 
 def go_on(protocol: Protocol) -> list[Action]:
-    """Through the step in which a member is, with everybody's messages, and to the next; the last actions."""
+    """Take a member through its round with the messages of all others; return the last actions."""
     step = protocol.step
     protocol.computed(step, np.zeros(1))
     actions = []
@@ -277,7 +277,7 @@ def of(kind: type, actions: list[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def test_a_step_ends_with_everybody_or_after_a_grace_period_with_a_quorum() -> None:
+def test_a_round_ends_with_all_messages_or_with_a_quorum_after_a_grace_period() -> None:
     protocol = at_step(1)
     protocol.received(vector(1, 1))
     protocol.received(vector(2, 1))
@@ -291,7 +291,7 @@ def test_a_step_ends_with_everybody_or_after_a_grace_period_with_a_quorum() -> N
     assert not protocol.timer_fired("grace", 1), "it is over"
 
 
-def test_without_a_quorum_a_step_does_not_end() -> None:
+def test_a_round_does_not_end_without_a_quorum() -> None:
     protocol = at_step(2)
     protocol.computed(2, np.zeros(1))
     protocol.received(vector(1, 2))
@@ -330,7 +330,7 @@ def test_an_alarm_ends_where_a_state_is_adopted() -> None:
     assert (protocol.step, protocol.iteration) == (5, 2)
 
 
-def test_what_does_not_count_is_counted() -> None:
+def test_unused_messages_are_counted() -> None:
     protocol = at_step(3)
     assert protocol.received(vector(1, 2)) == [Count(1, "late")]
     assert protocol.received(vector(1, 5)) == [Count(1, "early")]
@@ -341,7 +341,7 @@ def test_what_does_not_count_is_counted() -> None:
     assert [type(action).__name__ for action in actions] == ["Evidence", "Count"]
 
 
-def test_what_came_too_early_is_asked_for_in_time() -> None:
+def test_a_message_that_came_too_early_is_asked_for_in_time() -> None:
     protocol = at_step(1)
     protocol.received(vector(1, 3))
     asked = []
@@ -355,7 +355,7 @@ def test_what_came_too_early_is_asked_for_in_time() -> None:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_the_last_barrier_waits_for_everybody_or_lingers(silent: int) -> None:
+def test_the_final_barrier_waits_for_all_members_or_lingers(silent: int) -> None:
     protocol = at_step(6)
     actions = go_on(protocol)
     assert of(SetTimer, actions) == [SetTimer("retry", 7), SetTimer("grace", 7)]
@@ -370,8 +370,8 @@ def test_the_last_barrier_waits_for_everybody_or_lingers(silent: int) -> None:
     assert protocol.received(ask(2, 7)) == [Send(2, protocol.sent[7])], "it still answers"
 
 
-def test_the_last_barrier_ends_where_nobody_is_left() -> None:
-    """Whoever has seen all K leaves; a member that crashed here comes back to an empty place."""
+def test_the_final_barrier_ends_when_the_others_have_left() -> None:
+    """A member leaves once it has all K messages, so one that crashed here may find nobody after its restart."""
     protocol = member(3, True, {7: vector(OWN, 7)})
     assert not of(Log, protocol.start())
     protocol.received(vector(1, 7))
@@ -383,7 +383,7 @@ def test_the_last_barrier_ends_where_nobody_is_left() -> None:
     assert protocol.timer_fired("grace", 7) == [Alarm(7, frozenset()), Finished()]
 
 
-def test_who_asks_too_far_back_is_sent_a_state_now_and_with_the_next_iteration() -> None:
+def test_a_member_that_asks_too_far_back_is_sent_a_state_now_and_with_the_next_iteration() -> None:
     protocol = at_step(5)
     assert protocol.received(ask(1, 3)) == [Send(1, protocol.sent[3])]
     assert protocol.received(ask(1, 0)) == [Send(1, protocol.sent[0])], "the start is always remembered"
@@ -395,7 +395,7 @@ def test_who_asks_too_far_back_is_sent_a_state_now_and_with_the_next_iteration()
     assert not protocol._behind
 
 
-def test_a_member_too_far_behind_asks_everybody_for_states() -> None:
+def test_a_member_too_far_behind_asks_all_others_for_states() -> None:
     def asks() -> list[int]:
         return [action.to for action in protocol.timer_fired("retry", 1) if isinstance(action, Send)]
 
@@ -412,7 +412,7 @@ def test_a_member_too_far_behind_asks_everybody_for_states() -> None:
 
 def test_a_restarted_member_does_not_go_back() -> None:
     protocol = member(2, True)
-    for other in range(1, MEMBERS):  # on their way since before the crash
+    for other in range(1, MEMBERS):  # sent before the crash
         assert not protocol.received(state(other, 1))
     assert protocol.start()[-1] == Begin(2)
 
@@ -424,7 +424,7 @@ def test_the_logged_message_wins() -> None:
     assert protocol.computed(1, np.zeros(1)) == [Send(other, logged) for other in range(1, MEMBERS)]
 
 
-def test_what_is_computed_too_late_is_dropped() -> None:
+def test_a_vector_computed_too_late_is_dropped() -> None:
     protocol = at_step(1)
     for other in range(1, MEMBERS):
         protocol.received(state(other, 2))
@@ -435,14 +435,14 @@ def test_what_is_computed_too_late_is_dropped() -> None:
     assert 1 not in protocol.sent
 
 
-def test_a_new_link_is_told_the_present() -> None:
+def test_the_current_message_is_sent_over_a_new_link() -> None:
     protocol = at_step(1)
     assert protocol.linked(3) == []
     protocol.computed(1, np.zeros(1))
     assert protocol.linked(3) == [Send(3, protocol.sent[1])]
 
 
-def test_being_behind_takes_more_than_liars_say() -> None:
+def test_f_attackers_cannot_make_a_member_believe_that_it_is_behind() -> None:
     protocol = at_step(1)
     protocol.received(vector(1, 5))
     assert not protocol.is_behind

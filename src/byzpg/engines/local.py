@@ -1,4 +1,7 @@
-"""Cells of a sweep on this machine: a process per worker, each with one device. No pickle is sent."""
+"""Run the cells of a sweep on this machine, in one process per worker, each with one device.
+
+Workers are told what to do in lines of JSON; no pickles are sent.
+"""
 
 import json
 import os
@@ -22,9 +25,13 @@ START_LIMIT = 3  # how often a worker may fail to start before that is an error
 
 
 def environment(cache: Path | None) -> dict[str, str]:
-    """What workers of any engine find set: one device and, unless the user says otherwise, one core (NPROC) for each.
+    """The environment variables of a worker: one device and, unless the user sets NPROC, one core.
 
-    What XLA computes may depend on the number of cores it may use; with one, all machines of a kind agree to the bit.
+    The results of XLA may depend on the number of cores that it uses. With one core, machines of the same kind agree to
+    the bit.
+
+    Args:
+        cache: Where to keep compiled programs; None to keep none.
     """
     suggested = {"NPROC": "1", "JAX_CUDA_VISIBLE_DEVICES": "0"}
     if cache is not None:
@@ -33,6 +40,7 @@ def environment(cache: Path | None) -> dict[str, str]:
 
 
 def num_cores() -> int:
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -40,26 +48,31 @@ def num_cores() -> int:
 class _Worker:
     process: subprocess.Popen[str]
     log: Path
-    about: Mapping[str, Any] | None = None  # its provenance, once it is ready
+    about: Mapping[str, Any] | None = None  # its provenance; None until it is ready
     cell: Cell | None = None
     listener: Thread = field(init=False)
 
     def death(self) -> str:
-        """How its process ended, and where its last words are."""
+        """Describe how its process ended, and where its log is."""
         code = self.process.wait()
         how = f"by {Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return f"its process ended {how}; its log is {self.log}"
 
 
 class LocalWorkers:
-    """Processes of this Python. On a GPU one, unless told otherwise; on CPUs as many as there are cores."""
+    """Worker processes on this machine.
+
+    Args:
+        folder: The folder of the sweep, with runs/, logs/ and a cache of compiled programs.
+        number: How many workers to start; None for one on a GPU, or one per core on CPUs.
+        num_cells: The number of cells; there are never more workers.
+    """
 
     def __init__(self, folder: Path, number: int | None, num_cells: int) -> None:
-        """`folder`: of the sweep, where runs/, logs/ and a cache of compiled programs lie."""
         self.folder = folder
         self._workers: dict[int, _Worker] = {}
         self._heard: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
-        self._failed_starts = Counter[int]()  # of each worker, in a row
+        self._failed_starts = Counter[int]()  # by worker, in a row
         try:
             backend = self._first()
             wanted = number or (1 if backend != "cpu" else num_cores())
@@ -70,7 +83,7 @@ class LocalWorkers:
             raise
 
     def _first(self) -> str:
-        """Start one worker, and ask it what it trains on."""
+        """Start one worker, and return the backend that it trains on."""
         self._start(0)
         _, line = self._heard.get()
         self._ready(0, line)
@@ -88,7 +101,7 @@ class LocalWorkers:
                 stderr=errors,
                 text=True,
                 env=os.environ | environment(self.folder / "cache"),
-                start_new_session=True,  # Ctrl-C is for whoever started us, who ends the workers
+                start_new_session=True,  # Ctrl-C goes to the parent process, which then ends the workers
             )
         worker = self._workers[index] = _Worker(process, log)
         worker.listener = Thread(target=self._listen, args=(index, process), daemon=True)
@@ -108,9 +121,11 @@ class LocalWorkers:
         self._failed_starts[index] = 0
 
     def idle(self) -> list[int]:
+        """The workers that wait for a cell."""
         return [i for i, worker in self._workers.items() if worker.about is not None and worker.cell is None]
 
     def submit(self, worker: int, cell: Cell) -> None:
+        """Let a worker train a cell, or continue it."""
         chosen = self._workers[worker]
         assert chosen.about is not None
         assert chosen.process.stdin is not None
@@ -121,11 +136,12 @@ class LocalWorkers:
             RunDirectory.open(path).write_provenance(about)
         else:
             RunDirectory.create(path, cell.settings, about)
-        with suppress(BrokenPipeError):  # it has just died, which `wait` hears next
+        with suppress(BrokenPipeError):  # its process has just ended, which `wait` will find out
             chosen.process.stdin.write(json.dumps({"directory": str(path)}) + "\n")
             chosen.process.stdin.flush()
 
     def wait(self, seconds: float) -> Event | None:
+        """Wait for an event of a worker; None if there was none within `seconds`."""
         try:
             index, line = self._heard.get(timeout=seconds)
         except Empty:
@@ -152,7 +168,7 @@ class LocalWorkers:
         return Event(cell, **said)
 
     def close(self) -> None:
-        """Each ends after its block of iterations, with a checkpoint; see `worker`."""
+        """End the workers: each finishes its block of iterations and writes a checkpoint; see `worker`."""
         for worker in self._workers.values():
             assert worker.process.stdin is not None
             with suppress(BrokenPipeError):

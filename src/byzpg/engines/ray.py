@@ -1,8 +1,8 @@
-"""Cells of a sweep on Ray: each a task, with results that come back over the network, so no files are shared.
+"""Run the cells of a sweep on Ray: each is a task, and its results come back over the network, not in shared files.
 
-What we hand to Ray is text and what we get is bytes: settings as JSON; a line of JSON and an .npz without pickles. Ray
-itself sends the function that is called, by cloudpickle, which for a module's function is its name: byzpg, and a module
-that a task names, must be installed on all machines.
+A task gets its settings as JSON, and returns a line of JSON and an .npz without pickles. Ray itself sends the function
+to call by cloudpickle, which sends only the name of a module's function. So byzpg, and the modules that tasks come
+from, must be installed on all machines.
 """
 
 import json
@@ -27,9 +27,17 @@ CONNECT_SECONDS = 5.0
 
 
 def train_cell(settings: str, versions: str) -> bytes:
-    """Inside a Ray worker: a run with these settings, as a line of JSON about it and its results."""
+    """Train a run inside a Ray worker.
+
+    Args:
+        settings: The settings, as JSON.
+        versions: The driver's versions of packages, as JSON; others are an error.
+
+    Returns:
+        A line of JSON about the run, and its results.
+    """
     if not ray.get_gpu_ids():
-        jax.config.update("jax_platforms", "cpu")  # a GPU that Ray does not know of is not ours to take
+        jax.config.update("jax_platforms", "cpu")  # this task has no GPU, even if the machine has one
     about = provenance()
     if about["versions"] != json.loads(versions):
         return json.dumps({"failed": f"a worker has {about['versions']}, and the driver {versions}"}).encode()
@@ -41,15 +49,20 @@ def train_cell(settings: str, versions: str) -> bytes:
 
 
 class RayWorkers:
-    """Tasks of one core each or, where the cluster has GPUs, of one GPU each. Ray's own retries are off."""
+    """Tasks with one core each or, if the cluster has GPUs, with one GPU each. Ray's own retries are off.
+
+    Args:
+        folder: The folder of the sweep.
+        address: The address of a cluster; None starts one on this machine, which ends with this process.
+        number: How many tasks run at once; None for as many as the cluster has room for.
+    """
 
     def __init__(self, folder: Path, address: str | None, number: int | None) -> None:
-        """`address`: of a cluster; without, one is started on this machine and ended with us."""
         self.folder = folder
         self._number = number
-        self._running: dict[Any, tuple[int, Cell]] = {}  # by what Ray calls the result to come
+        self._running: dict[Any, tuple[int, Cell]] = {}  # by Ray's reference to the future result
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # as it will be; else a warning
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; unset, it warns
         variables = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
         variables |= environment(folder / "cache" if address is None else None)
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -61,22 +74,25 @@ class RayWorkers:
             try:
                 ray.init(address, **options)
             except (RayError, OSError, RuntimeError, ValueError) as error:
-                raise ValueError(f"there is no Ray cluster at --address {address}: {error}") from None
+                raise ValueError(f"there is no Ray cluster at address {address}: {error}") from None
         self._kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
         num_gpus = 1 if self._kind == "GPU" else 0
         self._task = ray.remote(train_cell).options(num_cpus=1, num_gpus=num_gpus, max_retries=0)
 
     def idle(self) -> list[int]:
-        # One waits even if there is nothing: a cluster may grow on demand.
+        """The workers that wait for a cell."""
+        # At least one, even if the cluster is empty: it may grow on demand.
         number = self._number or max(1, int(ray.cluster_resources().get(self._kind, 0)))
         busy = {worker for worker, _ in self._running.values()}
         return [worker for worker in range(number) if worker not in busy]
 
     def submit(self, worker: int, cell: Cell) -> None:
+        """Train a cell as a task."""
         asked = json.dumps(cell.settings.as_data()), json.dumps(provenance()["versions"])
         self._running[self._task.remote(*asked)] = worker, cell
 
     def wait(self, seconds: float) -> Event | None:
+        """Wait for a task to end; None if none did within `seconds`."""
         ready, _ = ray.wait(list(self._running), timeout=seconds)
         if not ready:
             return None
@@ -97,7 +113,7 @@ class RayWorkers:
     def _keep(self, cell: Cell, whole: bytes, about: dict[str, Any]) -> None:
         run = unpacked(cell.settings, whole, f"the results of {cell.name}")
         path = self.folder / "runs" / cell.name
-        if (path / "config.json").is_file():  # begun by other workers
+        if (path / "config.json").is_file():  # local workers have begun it
             kept = RunDirectory.open(path)
             kept.write_provenance(about)
         else:
@@ -105,17 +121,18 @@ class RayWorkers:
         kept.write_results(run)
 
     def close(self) -> None:
+        """Disconnect from the cluster, or end the one on this machine."""
         ray.shutdown()
 
 
 def _check_address(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Check that a cluster is reachable; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if address == "auto":
         return
     if not host or not port.isdecimal():
-        raise ValueError(f"--address must be host:port, ray://host:port or auto, got {address!r}.")
+        raise ValueError(f"address must be host:port, ray://host:port or auto, got {address!r}.")
     try:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(f"there is no Ray cluster at --address {address}: {error}.") from None
+        raise ValueError(f"there is no Ray cluster at address {address}: {error}.") from None

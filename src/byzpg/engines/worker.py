@@ -1,7 +1,7 @@
-"""A local worker: trains the runs that standard input names and answers on standard output, a line of JSON each.
+"""The program of a local worker: it trains the runs that standard input names, and answers on standard output.
 
-It ends when its input ends, also because whoever started it is gone: after the block of iterations that it is at, with
-a checkpoint, and at the latest after GRACE_SECONDS.
+Questions and answers are lines of JSON. The worker ends when its input ends, for example because the parent process has
+died: after the current block of iterations and its checkpoint, and at the latest after GRACE_SECONDS.
 """
 
 import json
@@ -19,13 +19,14 @@ from byzpg import training
 from byzpg.runs import provenance
 
 GRACE_SECONDS = 30.0
-# Between two words about how far a run is.
+# Between two reports of progress.
 PROGRESS_SECONDS = 0.3
 
 
 def main() -> None:
+    """Train until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a task prints is no answer
+    os.dup2(2, 1)  # what a task prints must not look like an answer
     asked: SimpleQueue[str | None] = SimpleQueue()
     over = threading.Event()
 

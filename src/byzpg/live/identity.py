@@ -1,7 +1,7 @@
-"""Who a member is: a private key file that never leaves its machine, and a public card that everybody may have.
+"""The identity of a member: a private key file that never leaves its machine, and a public card.
 
-A member has two keys: an Ed25519 key signs its messages, an ECDSA key and its certificate encrypt its connections.
-There is no certificate authority: others pin the very certificate.
+A member has two keys: an Ed25519 key that signs its messages, and an ECDSA key with a certificate that secures its
+connections. There is no certificate authority: the other members pin the certificate itself.
 """
 
 import json
@@ -25,13 +25,13 @@ from byzpg._files import write_atomically
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
 CARD_TAG = b"byzpg card 1\n"
-# A certificate is pinned, so its end would only stop a fleet: it is taken out of service by a new manifest.
+# Certificates are pinned, and a new manifest replaces them, so an expiry date would only stop a running federation.
 LIFETIME = timedelta(days=36500)
 
 
 @dataclass(frozen=True)
 class Member:
-    """What everybody may know of a member."""
+    """The public part of a member's identity."""
 
     name: str
     address: str
@@ -46,12 +46,12 @@ class Member:
             public_key = self.verifier().public_bytes_raw().hex()
         except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
             raise ValueError(f"member {self.name}: its certificate or public key is broken: {error}") from None
-        # One way to write each, or one key could pass for two, and a second certificate be trusted unseen.
+        # Each has one spelling only. Otherwise one key could pass for two, and a second certificate could be hidden.
         pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
         if (pem, public_key) != (self.certificate, self.public_key):
             raise ValueError(
-                f"member {self.name}: its certificate must be one PEM block and nothing around it, and its public key "
-                "64 digits of 0-9 and a-f."
+                f"member {self.name}: its certificate must be one PEM block with nothing around it, and its public key "
+                "must be 64 digits of 0-9 and a-f."
             )
 
     @property
@@ -60,9 +60,11 @@ class Member:
         return fingerprint(self.certificate.encode())
 
     def verifier(self) -> ed25519.Ed25519PublicKey:
+        """The key that verifies its signatures."""
         return ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.public_key))
 
     def as_data(self) -> dict[str, str]:
+        """Plain data, as in a card and in a manifest."""
         return {
             "name": self.name,
             "address": self.address,
@@ -72,20 +74,20 @@ class Member:
         }
 
     @classmethod
-    def of(cls, values: dict[str, object], source: str) -> "Member":
-        """A member from plain data; what the fingerprint says must be so."""
+    def of(cls, values: dict[str, object]) -> "Member":
+        """Make a member from plain data, whose fingerprint must match the certificate."""
         fields = ("name", "address", "fingerprint", "public_key", "certificate")
         for field in fields:
             if not isinstance(values.get(field), str):
-                raise ValueError(f"{source}: a member needs {field}, a text.")
+                raise ValueError(f"a member needs {field}, a string.")
         for field in sorted(values.keys() - set(fields)):
-            raise ValueError(f"{source}: a member has no {field!r}.")
+            raise ValueError(f"a member has no {field!r}.")
         name, address, expected, public_key, certificate = (str(values[field]) for field in fields)
-        member = cls(name, address, certificate, public_key)
+        member = cls(name=name, address=address, certificate=certificate, public_key=public_key)
         if member.fingerprint != expected:
             raise ValueError(
-                f"{source}: the certificate of {name} has the fingerprint {member.fingerprint}, not {expected}: "
-                "one of the two was changed; ask the member for its card again."
+                f"the certificate of {name} has the fingerprint {member.fingerprint}, not {expected}: one of the two "
+                "was changed. Ask the member for its card again."
             )
         return member
 
@@ -105,18 +107,20 @@ def fingerprint(certificate: bytes) -> str:
 
 
 def check_name(name: str) -> None:
+    """Raise a ValueError unless this can be a member's name."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"a member's name must be 1 to 32 of a-z, 0-9 and -, got {name!r}.")
+        raise ValueError(f"a member's name must be 1 to 32 characters of a-z, 0-9 and -, got {name!r}.")
 
 
 def check_address(address: str) -> None:
+    """Raise a ValueError unless this is host:port."""
     found = ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"]) < 65536:
         raise ValueError(f"an address must be host:port with a port of 1 to 65535, got {address!r}.")
 
 
 def generate(name: str, address: str) -> tuple[Member, PrivateIdentity]:
-    """A new member and its private keys."""
+    """Make a new member and its private keys."""
     check_name(name)
     check_address(address)
     signing, tls = ed25519.Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP256R1())
@@ -130,13 +134,14 @@ def generate(name: str, address: str) -> tuple[Member, PrivateIdentity]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1))  # clocks differ
         .not_valid_after(now + LIFETIME)
-        # What links ask for instead of a host name: members are known by name, wherever they are.
+        # TLS checks this name instead of a host name: members are known by their names, wherever they run.
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(tls, hashes.SHA256())
     )
     pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
-    member = Member(name, address, pem, signing.public_key().public_bytes_raw().hex())
+    public_key = signing.public_key().public_bytes_raw().hex()
+    member = Member(name=name, address=address, certificate=pem, public_key=public_key)
     return member, PrivateIdentity(signing, _pem(tls))
 
 
@@ -147,11 +152,18 @@ def _pem(key: ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write_identity(folder: Path, member: Member, private: PrivateIdentity) -> tuple[Path, Path]:
-    """NAME.key, for its owner's eyes alone, and NAME.card; neither is ever overwritten."""
+    """Write NAME.key, readable by its owner only, and NAME.card.
+
+    Returns:
+        The paths of the key and of the card.
+
+    Raises:
+        ValueError: If one of the two files exists already.
+    """
     key, card = folder / f"{member.name}.key", folder / f"{member.name}.card"
     for path in (key, card):
         if path.exists():
-            raise ValueError(f"{path} is there already, and keys are never overwritten: choose another --directory.")
+            raise ValueError(f"{path} exists already, and keys are never overwritten: choose another directory.")
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -159,7 +171,7 @@ def write_identity(folder: Path, member: Member, private: PrivateIdentity) -> tu
         file.flush()
         os.fsync(file.fileno())
     values = member.as_data() | {"signature": private.signing.sign(_card_content(member)).hex()}
-    text = "# The public card of a member of a byzpg federation: for everybody.\n" + to_toml(values)
+    text = "# The public card of a member of a byzpg federation.\n" + to_toml(values)
     write_atomically(card, lambda file: file.write(text.encode()))
     return key, card
 
@@ -169,50 +181,57 @@ def _card_content(member: Member) -> bytes:
 
 
 def read_card(path: Path) -> Member:
-    """A member from its card, which it must have signed itself."""
+    """Read a card, which the member must have signed itself."""
     try:
         values = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"card {path} cannot be read: {error}") from None
     signature = values.pop("signature", "")
-    member = Member.of(values, f"card {path}")
+    try:
+        member = Member.of(values)
+    except ValueError as error:
+        raise ValueError(f"card {path}: {error}") from None
     try:
         member.verifier().verify(bytes.fromhex(str(signature)), _card_content(member))
     except (InvalidSignature, ValueError):
-        raise ValueError(f"card {path} is not signed by {member.name}'s own key: ask for the card again.") from None
+        raise ValueError(f"card {path} is not signed by {member.name}'s own key: ask for it again.") from None
     return member
 
 
 def read_key(path: Path, member: Member) -> PrivateIdentity:
-    """The private keys of a member; those of another one, or keys that others can read, are an error."""
+    """Read the private keys of a member.
+
+    Raises:
+        ValueError: If they belong to another member, or if other users of this machine can read them.
+    """
     try:
         if os.name == "posix" and path.stat().st_mode & 0o077:
-            raise ValueError(f"{path} can be read by others: chmod 600 {path}.")
+            raise ValueError(f"{path} can be read by other users: run chmod 600 {path}.")
         blocks = re.findall(rb"-----BEGIN [^-]+-----.+?-----END [^-]+-----\n", path.read_bytes(), re.DOTALL)
     except OSError as error:
         raise ValueError(f"the private key of {member.name} cannot be read: {error}. See byzpg keygen.") from None
     if len(blocks) != 2:
-        raise ValueError(f"{path} is no private key of byzpg: it must hold two keys, got {len(blocks)}.")
+        raise ValueError(f"{path} is not a private key of byzpg: it must hold two keys, got {len(blocks)}.")
     try:
         signing, tls = (serialization.load_pem_private_key(block, None) for block in blocks)
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # a TypeError: it wants a password
-        raise ValueError(f"{path} is no private key of byzpg: its keys are broken or encrypted.") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError if it needs a password
+        raise ValueError(f"{path} is not a private key of byzpg: its keys are broken or encrypted.") from None
     if not isinstance(signing, ed25519.Ed25519PrivateKey):
-        raise ValueError(f"{path} is no private key of byzpg: its first key must be Ed25519.")
+        raise ValueError(f"{path} is not a private key of byzpg: its first key must be Ed25519.")
     if signing.public_key().public_bytes_raw().hex() != member.public_key:
         raise ValueError(f"{path} is not the key of {member.name}: its public key is not the one in the manifest.")
     if tls.public_key() != x509.load_pem_x509_certificate(member.certificate.encode()).public_key():
-        raise ValueError(f"{path} is not the key of {member.name}: its second key does not fit the certificate.")
+        raise ValueError(f"{path} is not the key of {member.name}: its second key does not match the certificate.")
     return PrivateIdentity(signing, blocks[1])
 
 
 def short(content: bytes) -> str:
-    """A few letters that tell contents apart."""
+    """The first 12 digits of a hash, to tell contents apart."""
     return sha256(content).hexdigest()[:12]
 
 
 def to_toml(values: Mapping[str, object]) -> str:
-    """Plain values as TOML; a text of several lines stays one."""
+    """Write plain values as TOML, with multi-line strings for texts of several lines."""
     return "".join(f"{name} = {_toml_value(value)}\n" for name, value in values.items())
 
 
@@ -220,7 +239,7 @@ def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # JSON's escapes are TOML's, which wants one more.
+        # JSON's escapes are valid in TOML, which requires one more.
         lines = [json.dumps(line, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f") for line in value.split("\n")]
         return f'"{lines[0]}"' if len(lines) == 1 else '"""\n' + "\n".join(lines) + '"""'
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
 """One long-lived stream per pair of members, over mutual TLS with pinned certificates.
 
-A member dials those after it in the manifest and is dialled by those before it. Who a message is from is decided by
-the certificate of its connection. Nobody waits for a slow member: of each kind of message at most one waits to be sent
-to it (of vectors two, this step's and the last's), and a newer one takes its place.
+A member dials the members after it in the manifest, and those before it dial this one. The certificate of a connection
+decides who the sender of a message is. Nobody waits for a slow member: at most one message of each kind waits to be
+sent to it (of vectors two: this round's and the last one's), and a newer message replaces an older one.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from byzpg.live.protocol import Message
 SERVICE, LINK, STATUS = "byzpg.Federation", "Link", "Status"
 HELLO_SECONDS = 10.0
 FIRST_BACKOFF, LARGEST_BACKOFF = 0.2, 3.0
-# Rejected frames in a row after which a connection is cut, and how long its owner then waits outside.
+# Rejected frames in a row after which a connection is closed, and seconds until the member may connect again.
 PATIENCE, BANISHMENT = 50, 5.0
 
 
 def channel_options(largest: int) -> list[tuple[str, Any]]:
-    """Of both ends: larger messages are refused by the length they announce, before they are read."""
+    """Options of both ends; a message over `largest` bytes is refused by its announced length, before it is read."""
     return [
         ("grpc.max_receive_message_length", largest),
         ("grpc.max_send_message_length", -1),
@@ -48,23 +48,24 @@ def channel_options(largest: int) -> list[tuple[str, Any]]:
 
 
 def server_credentials(manifest: Manifest, own: int, private: PrivateIdentity) -> grpc.ServerCredentials:
-    everyone = "".join(member.certificate for member in manifest.members).encode()
+    """Accept connections from members only."""
+    trusted = "".join(member.certificate for member in manifest.members).encode()
     certificate = manifest.members[own].certificate.encode()
-    return grpc.ssl_server_credentials([(private.tls, certificate)], everyone, require_client_auth=True)
+    return grpc.ssl_server_credentials([(private.tls, certificate)], trusted, require_client_auth=True)
 
 
 @cache
 def keep_runtime() -> None:
     """Keep gRPC's asyncio runtime until the process ends.
 
-    Otherwise it ends with the last of its objects, wherever the garbage collector happens to find that one, and the
-    thread that is then collecting waits in `Thread.join` for gRPC's own, which can block forever.
+    Otherwise it ends with the last of its objects, whenever the garbage collector finds that one. The collecting thread
+    then waits in `Thread.join` for gRPC's own thread, which can block forever.
     """
     aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def open_channel(manifest: Manifest, own: int, private: PrivateIdentity, other: int, largest: int) -> aio.Channel:
-    """A connection to another member that nobody else can answer."""
+    """Open a connection that only the member at position `other` can answer."""
     keep_runtime()
     member = manifest.members[other]
     credentials = grpc.ssl_channel_credentials(
@@ -75,9 +76,10 @@ def open_channel(manifest: Manifest, own: int, private: PrivateIdentity, other: 
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of this machine on which nobody listens just now.
+    """Find ports of this machine that are free now.
 
-    They are below those that systems give to outgoing connections, so that none is taken before a member listens there.
+    They lie below the range from which systems take the ports of outgoing connections, so that none of them is taken
+    before a member listens there.
     """
     found: list[int] = []
     for port in random.sample(range(20_000, 32_768), 10_000):
@@ -86,12 +88,12 @@ def free_ports(number: int) -> list[int]:
             found.append(port)
         if len(found) == number:
             return found
-    raise OSError(f"fewer than {number} ports of this machine are free.")
+    raise OSError(f"this machine has fewer than {number} free ports.")
 
 
 @dataclass
 class Mailbox:
-    """What waits to be sent to one member."""
+    """The messages that wait to be sent to one member."""
 
     waiting: dict[str, bytes] = field(default_factory=dict)
     newest: int = -1
@@ -100,11 +102,11 @@ class Mailbox:
     def put(self, message: Message, frame: bytes) -> None:
         kind = message.kind
         if kind == "vector" and message.step < self.newest:
-            kind = "answer"  # about the past, which must not push out the present
+            kind = "answer"  # an old message must not replace the current one
         elif kind == "vector":
             self.newest = message.step
             if "vector" in self.waiting:
-                # Others may have gone on without waiting for ours, but they will still need it.
+                # This member has left that round, but the receiver may still be in it.
                 self.waiting["previous"] = self.waiting.pop("vector")
         self.waiting[kind] = frame
         self.filled.set()
@@ -116,22 +118,34 @@ class Mailbox:
         return self.waiting.pop(next(iter(self.waiting)))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Events:
-    """What links tell their owner."""
+    """The callbacks of `Links`."""
 
-    received: Callable[[int, bytes], bool]  # whether the frame was a sound message
+    received: Callable[[int, bytes], bool]  # returns whether the frame was a valid message
     linked: Callable[[int], None]
-    unlinked: Callable[[int, str], None]
-    refused: Callable[[int | None, str, str], None]  # who, a reason to count, and words
+    unlinked: Callable[[int, str], None]  # with the reason in words
+    refused: Callable[[int | None, str, str], None]  # with a reason to count by, and words
     status: Callable[[], bytes]
 
 
 class Links:
-    """All connections of one member."""
+    """All connections of one member.
+
+    Args:
+        manifest: The federation.
+        own: The position of this member.
+        private: Its keys.
+        largest: The size in bytes of the largest message.
+        listen: Where to accept connections, host:port.
+        events: What to call when something happens.
+        plan_digest: The hash of what all members must have computed alike; see `Peer.plan_digest`.
+        delay: Seconds to wait before every message, to rehearse a slow member.
+    """
 
     def __init__(
         self,
+        *,
         manifest: Manifest,
         own: int,
         private: PrivateIdentity,
@@ -145,7 +159,7 @@ class Links:
         self._hello = manifest.canonical + b"\n" + plan_digest.encode()
         self._longest_hello = 2 * len(self._hello) + 4096
         self.limit = max(largest, self._longest_hello)
-        self.delay = delay  # of a rehearsed slow writer
+        self.delay = delay
         self.connected: set[int] = set()
         self.bytes_sent = self.bytes_received = 0
         self._mailboxes = [Mailbox() for _ in manifest.members]
@@ -158,6 +172,7 @@ class Links:
         self._server = aio.server(options=channel_options(self.limit), compression=grpc.Compression.NoCompression)
 
     async def open(self) -> None:
+        """Accept connections, and begin to dial."""
         handlers = {
             LINK: grpc.stream_stream_rpc_method_handler(self._accept),
             STATUS: grpc.unary_unary_rpc_method_handler(self._report),
@@ -169,7 +184,8 @@ class Links:
             port = 0
         if not port:
             raise ValueError(
-                f"cannot listen on {self.listen}: the port is taken, or the address not this machine's. See --listen."
+                f"cannot listen: listen = {self.listen} names a port that is taken, or an address that this machine "
+                "does not have."
             )
         await self._server.start()
         self._dialers = [
@@ -177,26 +193,39 @@ class Links:
         ]
 
     def send(self, to: int, message: Message, frame: bytes | None = None) -> None:
+        """Queue a message for a member, or other bytes in its place."""
         self._mailboxes[to].put(message, message.frame if frame is None else frame)
 
     async def flush(self, seconds: float) -> None:
-        """Give what waits for members that are connected a chance to leave."""
+        """Wait until the queued messages for connected members are sent, but at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while any(self._mailboxes[other].waiting for other in self.connected):
                     await asyncio.sleep(0.02)
-                await asyncio.sleep(0.2)  # written is not yet on its way
+                await asyncio.sleep(0.2)  # a written message may not have left yet
 
     async def close(self) -> None:
+        """End all connections, even if the caller is cancelled meanwhile.
+
+        Without that, gRPC would try to end its server in the garbage collector, when there is no event loop any more.
+        """
+        closing = asyncio.create_task(self._close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing
+            raise
+
+    async def _close(self) -> None:
         for task in [*self._dialers, *self._streams.values()]:
             task.cancel()
         await asyncio.gather(*self._dialers, *self._streams.values(), return_exceptions=True)
         await self._server.stop(0.5)
 
-    # Being dialled
+    # Accepting
 
     def _caller(self, context: aio.ServicerContext) -> int | None:
-        """Who the certificate says is calling."""
+        """The position of the caller, by its certificate; None if it is not a member."""
         certificates = list(context.auth_context().get("x509_pem_cert") or ())
         return self._by_fingerprint.get(fingerprint(certificates[0])) if certificates else None
 
@@ -206,7 +235,7 @@ class Links:
             self.events.refused(None, "stranger", f"a certificate that is not in the manifest, from {context.peer()}")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
         if caller >= self.own:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "of two members, the later one is dialled")
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "of two members, the earlier one dials")
         if asyncio.get_running_loop().time() < self._banished.get(caller, 0):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "too many bad messages: wait")
 
@@ -251,20 +280,20 @@ class Links:
             backoff = min(2 * backoff, LARGEST_BACKOFF)
 
     def _say(self, other: int, code: grpc.StatusCode, details: str | None) -> None:
-        """Why there is no connection, once for each reason."""
+        """Report why there is no connection, once for each reason."""
         reason = {
             grpc.StatusCode.FAILED_PRECONDITION: "manifest",
             grpc.StatusCode.UNAUTHENTICATED: "stranger",
             grpc.StatusCode.RESOURCE_EXHAUSTED: "oversized",
             grpc.StatusCode.PERMISSION_DENIED: "banished",
         }.get(code, "unreachable")
-        # Somebody else's words, on their way to a terminal.
+        # Another member chose these words, and they may be shown in a terminal.
         words = "".join(each if each.isprintable() else " " for each in (details or code.name)[:300]).strip()
         if self._said.get(other) != reason or reason == "oversized":
             self._said[other] = reason
             self.events.refused(other, reason, words)
 
-    # Either way
+    # Either direction
 
     async def _converse(
         self,
@@ -273,7 +302,7 @@ class Links:
         write: Callable[[bytes], Awaitable[None]],
         refuse: Callable[[str], Awaitable[None]],
     ) -> aio.AioRpcError | None:
-        """Exchange manifests, then messages, until the connection ends; why it did, if that is known."""
+        """Exchange manifests, then messages, until the connection ends; return why it did, if that is known."""
         if previous := self._streams.pop(other, None):
             previous.cancel()
         task = asyncio.current_task()
@@ -292,7 +321,7 @@ class Links:
         write: Callable[[bytes], Awaitable[None]],
         refuse: Callable[[str], Awaitable[None]],
     ) -> bool:
-        """Whether both sides have the same manifest and plan; if not, both are told what differs."""
+        """Return whether both sides have the same manifest and plan; if not, tell both what differs."""
         await write(self._hello)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
@@ -312,18 +341,18 @@ class Links:
 
     def _difference(self, hello: bytes) -> str:
         if len(hello) > self._longest_hello:
-            return "theirs is too long to be one"
+            return "theirs is too long"
         theirs = hello.rpartition(b"\n")[0]
         if theirs == self.manifest.canonical:
-            return "large and small batches fall otherwise there: use the same versions of byzpg and JAX"
+            return "it computed another plan of large and small batches: use the same versions of byzpg and JAX"
         return self.manifest.difference(theirs)
 
     async def _exchange(
         self, other: int, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[None]]
     ) -> aio.AioRpcError | None:
-        """Exchange messages until the connection ends; why reading failed, if it did.
+        """Exchange messages until the connection ends; return why reading failed, if it did.
 
-        A write that fails first gives the call another status, which says nothing of what the other side did.
+        If a write fails first, the call has another status, which does not tell what the other side did.
         """
         self._said.pop(other, None)
         self.connected.add(other)
@@ -336,7 +365,7 @@ class Links:
             for half in (reader, writer):
                 half.cancel()
             ended = await asyncio.gather(reader, writer, return_exceptions=True)
-            if self._streams.get(other) is asyncio.current_task():  # else a new one has taken its place
+            if self._streams.get(other) is asyncio.current_task():  # otherwise a new connection has replaced this one
                 self.connected.discard(other)
                 words = [str(each) for each in ended if isinstance(each, Exception)]
                 self.events.unlinked(other, words[0] if words else "the connection ended")
@@ -358,5 +387,6 @@ class Links:
             bad = 0 if self.events.received(other, frame) else bad + 1
             if bad >= PATIENCE:
                 self._banished[other] = asyncio.get_running_loop().time() + BANISHMENT
-                self.events.refused(other, "flood", f"{bad} bad messages in a row: cut off for {BANISHMENT:.0f} s")
+                words = f"{bad} bad messages in a row: disconnected for {BANISHMENT:.0f} s"
+                self.events.refused(other, "flood", words)
                 return

@@ -1,4 +1,7 @@
-"""federation.toml: who takes part, what they train, and what they tolerate. Its hash is in every message."""
+"""The manifest, federation.toml: who takes part, what they train, and what they tolerate.
+
+Its hash is in every message.
+"""
 
 import json
 import tomllib
@@ -16,20 +19,22 @@ from byzpg.live.identity import Member, to_toml
 from byzpg.live.protocol import Course
 
 VERSION = 1
-# What a federation fixes by itself: its members are the agents, and nobody says in advance who lies.
+# Options that a federation fixes: its members are the agents, and no attacker is simulated.
 FIXED = ("num_agents", "num_byzantine", "num_attackers", "attack", "byzantine_set", "num_seeds")
-# The name of num_byzantine in files of byzpg 0.1, and in the bytes that are hashed: they are part of the protocol.
+# The name of num_byzantine in the files of byzpg 0.1 and in the bytes that are hashed, which are part of the protocol.
 NUM_BYZANTINE_ON_WIRE = "num_faulty"
+# The name of num_byzantine in a Config of byzpg 0.1.
+OLD_OPTION = "num_declared"
 
 
 @dataclass(frozen=True)
 class Times:
     """How long members wait, in seconds."""
 
-    grace: float = 1.0  # for the last f, once K − f messages of a step are in
-    start_grace: float = 600.0  # the same before the first step: others may still be starting
-    linger: float = 30.0  # the same after the last step: others may still need what was sent
-    retry: float = 0.5  # between two questions for a missing message
+    grace: float = 1.0  # for the last f messages of a round, once K − f have arrived
+    start_grace: float = 600.0  # the same at the start barrier, where others may still be starting
+    linger: float = 30.0  # the same at the final barrier, where others may still need messages
+    retry: float = 0.5  # before asking again for a missing message
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -39,12 +44,12 @@ class Times:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A federation, the same at every member."""
+    """A federation, described by the same manifest at every member."""
 
-    federation: str  # its id
-    run: str  # of this run of it
+    federation: str  # the federation's id
+    run: str  # the id of this run of it
     num_byzantine: int  # f
-    rehearsal: bool  # whether members may attack on purpose, --attack
+    rehearsal: bool  # whether members may attack on purpose
     times: Times
     training: dict[str, Any]  # options of Config
     members: tuple[Member, ...]
@@ -63,8 +68,8 @@ class Manifest:
             values = [getattr(member, what) for member in self.members]
             twice = [value for value in values if values.count(value) > 1]
             if twice:
-                raise ValueError(f"members must differ: the {what} {twice[0]} is there twice.")
-        for option in FIXED:
+                raise ValueError(f"members must differ: two have the {what} {twice[0]}.")
+        for option in (*FIXED, OLD_OPTION):
             if option in self.training:
                 raise ValueError(f"training: {option} follows from the members and num_byzantine: leave it out.")
         self.settings()
@@ -74,7 +79,7 @@ class Manifest:
             raise ValueError(f"training must hold plain values, components as text: {error}.") from None
 
     def settings(self) -> Settings:
-        """What is trained, as the simulator would have it."""
+        """The settings of a simulation that trains the same."""
         config = Config.of(self.training, "training")
         config = replace(
             config,
@@ -88,11 +93,13 @@ class Manifest:
         if algorithm.centralized or algorithm.single:
             fitting = [name for name, each in ALGORITHMS.items() if not each.centralized and not each.single]
             raise ValueError(
-                f"training: {settings.algorithm} is not for members without a server: use {' or '.join(fitting)}."
+                f"training: {settings.algorithm} does not run among members without a server: use "
+                f"{' or '.join(fitting)}."
             )
         return settings
 
     def as_data(self) -> dict[str, Any]:
+        """Plain data, as in the file."""
         return {
             "version": VERSION,
             "federation": self.federation,
@@ -106,49 +113,61 @@ class Manifest:
 
     @property
     def canonical(self) -> bytes:
-        """The same bytes for the same content, however the file is written."""
+        """The bytes that are hashed: the same for the same content, however the file is formatted."""
         data = self.as_data()
         data[NUM_BYZANTINE_ON_WIRE] = data.pop("num_byzantine")
         return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def digest(self) -> bytes:
+        """SHA-256 of the canonical bytes."""
         return sha256(self.canonical).digest()
 
     def index(self, name: str) -> int:
+        """The position of a member."""
         names = [member.name for member in self.members]
         if name not in names:
-            raise ValueError(f"{name!r} is no member of this federation: {', '.join(names)}.")
+            raise ValueError(f"{name!r} is not a member of this federation, whose members are {', '.join(names)}.")
         return names.index(name)
 
     def course(self, own: int, num_iterations: int, rounds: int) -> Course:
-        return Course(len(self.members), self.num_byzantine, own, rounds, num_iterations)
+        """The sequence of rounds, as seen by the member at position `own`."""
+        return Course(
+            num_members=len(self.members),
+            num_byzantine=self.num_byzantine,
+            own=own,
+            rounds=rounds,
+            num_iterations=num_iterations,
+        )
 
     def difference(self, other: bytes) -> str:
-        """What differs in somebody's canonical manifest, in words."""
+        """Describe how the canonical manifest of another member differs.
+
+        Args:
+            other: What the other member sent; it can be anything.
+        """
         try:
             theirs = json.loads(other)
             if not isinstance(theirs, dict):
-                return "theirs is no manifest"
-            if NUM_BYZANTINE_ON_WIRE in theirs:
-                theirs["num_byzantine"] = theirs.pop(NUM_BYZANTINE_ON_WIRE)
-            found = list(_differences("", json.loads(json.dumps(self.as_data())), theirs))
+                return "theirs is not a manifest"
+            found = list(_differences("", _with_present_name(json.loads(self.canonical)), _with_present_name(theirs)))
         except (ValueError, RecursionError):
             return "theirs cannot be read"
-        words = "; ".join(found[:8]) or "theirs has the same content, written in another way"
+        words = "; ".join(found[:8]) or "theirs has the same content in another format"
         return words + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
 
     def write(self, path: Path) -> None:
+        """Write the manifest as TOML; an existing file is never overwritten."""
         if path.exists():
-            raise ValueError(f"{path} is there already: choose another --manifest.")
+            raise ValueError(f"{path} exists already: choose another file for the manifest.")
         write_atomically(path, lambda file: file.write(self.to_toml().encode()))
 
     def to_toml(self) -> str:
         data = self.as_data()
         times, training, members = data.pop("times"), data.pop("training"), data.pop("members")
         parts = [
-            "# A byzpg federation. Every member needs this very content: change it here, and give it to all of them.\n"
-            "# To run it again from the beginning, put another id at `run`.\n" + to_toml(data),
+            "# A byzpg federation. Every member needs a manifest with the same content.\n"
+            "# To run the federation again from the beginning, change the id `run`.\n" + to_toml(data),
             "[times] # seconds\n" + to_toml(times),
             "[training] # options of `byzpg train`\n" + to_toml(training),
             *("[[members]]\n" + to_toml(member) for member in members),
@@ -157,6 +176,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: Path) -> "Manifest":
+        """Read a manifest from a TOML file, also one of byzpg 0.1."""
         try:
             values = tomllib.loads(path.read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
@@ -165,15 +185,19 @@ class Manifest:
 
     @classmethod
     def of(cls, values: dict[str, Any], source: str) -> "Manifest":
-        if NUM_BYZANTINE_ON_WIRE in values and "num_byzantine" not in values:
-            values = {**values, "num_byzantine": values[NUM_BYZANTINE_ON_WIRE]}
-            del values[NUM_BYZANTINE_ON_WIRE]
+        """Make a manifest from plain data.
+
+        Args:
+            values: The content of a file, also of one written by byzpg 0.1.
+            source: What error messages call it.
+        """
+        values = _with_present_name(values)
         known = {"version", "federation", "run", "num_byzantine", "rehearsal", "times", "training", "members"}
         for name in sorted(values.keys() ^ known):
-            raise ValueError(f"{source}: {f'there is no {name!r}' if name in values else f'{name} is missing'}.")
+            raise ValueError(f"{source}: {f'unknown key {name!r}' if name in values else f'{name} is missing'}.")
         if values["version"] != VERSION:
             raise ValueError(
-                f"{source}: version must be {VERSION}, got {values['version']!r}: update byzpg, or the file."
+                f"{source}: version must be {VERSION}, got {values['version']!r}: update byzpg or the file."
             )
         for table in ("times", "training"):
             if not isinstance(values[table], dict):
@@ -185,26 +209,42 @@ class Manifest:
             raise ValueError(f"{source}: times has no {', '.join(sorted(unknown_times))}.")
         try:
             return cls(
-                values["federation"],
-                values["run"],
-                values["num_byzantine"],
-                values["rehearsal"],
-                Times(**values["times"]),
-                values["training"],
-                tuple(Member.of(each, source) for each in values["members"]),
+                federation=values["federation"],
+                run=values["run"],
+                num_byzantine=values["num_byzantine"],
+                rehearsal=values["rehearsal"],
+                times=Times(**values["times"]),
+                training=values["training"],
+                members=tuple(Member.of(each) for each in values["members"]),
             )
         except ValueError as error:
-            raise ValueError(f"{source}: {str(error).removeprefix(f'{source}: ')}") from None
+            raise ValueError(f"{source}: {error}") from None
 
 
 def new_manifest(
     members: Sequence[Member], num_byzantine: int, training: dict[str, Any], times: Times, rehearsal: bool
 ) -> Manifest:
-    return Manifest(str(uuid4()), str(uuid4()), num_byzantine, rehearsal, times, training, tuple(members))
+    """Make the manifest of a new federation, with new ids."""
+    return Manifest(
+        federation=str(uuid4()),
+        run=str(uuid4()),
+        num_byzantine=num_byzantine,
+        rehearsal=rehearsal,
+        times=times,
+        training=training,
+        members=tuple(members),
+    )
+
+
+def _with_present_name(values: dict[str, Any]) -> dict[str, Any]:
+    """The same data, with num_byzantine under its present name; both names at once stay, and are an error."""
+    if NUM_BYZANTINE_ON_WIRE not in values or "num_byzantine" in values:
+        return values
+    return {"num_byzantine" if name == NUM_BYZANTINE_ON_WIRE else name: value for name, value in values.items()}
 
 
 def _differences(where: str, mine: Any, theirs: Any) -> Iterator[str]:
-    """Lines `what: here X, there Y`. Theirs can be anything: it is what somebody sent."""
+    """Yield texts `what: here X, there Y`; theirs can be anything."""
     if isinstance(mine, dict) and isinstance(theirs, dict):
         for key in sorted(mine.keys() | theirs.keys()):
             name = key if key in mine else _brief(key)
@@ -218,8 +258,8 @@ def _differences(where: str, mine: Any, theirs: Any) -> Iterator[str]:
         if len(mine) != len(theirs):
             yield f"members: here {len(mine)}, there {len(theirs)}"
         elif ours == others and mine != theirs:
-            yield "members: another order"
-    elif json.dumps(mine) != json.dumps(theirs):  # to which 1 is not 1.0
+            yield "members: in another order"
+    elif json.dumps(mine) != json.dumps(theirs):  # as text, because 1 == 1.0
         yield f"{where}: here {_brief(mine)}, there {_brief(theirs)}"
 
 

@@ -1,4 +1,4 @@
-"""A member from its files: manifest and key in, a trained policy out."""
+"""Take part in a federation as one member: a manifest and a key in, a trained policy out."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,34 +13,43 @@ from byzpg.federation.members import seeded_key
 from byzpg.federation.metrics import METRICS
 from byzpg.live.identity import read_key
 from byzpg.live.manifest import Manifest
-from byzpg.live.peer import Peer
-from byzpg.live.rehearsal import Mischief, parse_attack
+from byzpg.live.peer import LivePeer
+from byzpg.live.rehearsal import RehearsedAttack, parse_attack
 from byzpg.live.status import Log, Sink, Status
 from byzpg.live.store import Store
 from byzpg.robust.attacks import Attack
 from byzpg.runs import Run, RunDirectory
 
-# How much slower than the grace period a rehearsed slow writer is.
+# The delay of a rehearsed slow member, in grace periods.
 SLOWNESS = 10.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a member decides for itself."""
+    """What a member decides for itself.
+
+    Attributes:
+        key: The file of its private key.
+        directory: Where its state and results go.
+        listen: Where to accept connections, host:port; None for the manifest's address.
+        attack: An attack to carry out on purpose, in a rehearsal.
+        seed: The seed of its random numbers, in a rehearsal; None for a secret key.
+        metrics: Address and port at which to serve metrics for Prometheus; None to serve none.
+    """
 
     key: Path
     directory: Path
-    listen: str | None = None  # None: the manifest's address
+    listen: str | None = None
     attack: str | None = None
-    seed: int | None = None  # of its random numbers; None: a secret one
-    metrics: tuple[str, int] | None = None  # where Prometheus scrapes
+    seed: int | None = None
+    metrics: tuple[str, int] | None = None
 
 
-class Observed(members.Peer):
-    """A learner that tells a status what its steps were like."""
+class ObservedPeer(members.Peer):
+    """A peer that records in a status what happened in its rounds."""
 
     def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
-        """Of the last step, or with phase None of the last iteration; numbers to keep."""
+        """Record the last round or, if phase is None, the last iteration; return numbers to keep."""
         if phase is not None:
             status.combined(phase, self.outcome.diameter, self.outcome.weights)
             return {}
@@ -55,18 +64,31 @@ class Observed(members.Peer):
 
 
 async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink | None = None) -> RunDirectory:
-    """Run one member until the federation has finished; its results are a run's directory."""
+    """Run one member until the federation has finished.
+
+    Args:
+        manifest: The federation.
+        name: Which member this is.
+        options: What the member decides for itself.
+        sink: Called with every event of the log.
+
+    Returns:
+        The directory of a run with this member's results.
+
+    Raises:
+        ValueError: If the files do not belong together, or if an option is for rehearsals and the manifest allows none.
+    """
     own = manifest.index(name)
     member, settings = manifest.members[own], manifest.settings()
     private = read_key(options.key, member)
     attack = None if options.attack is None else parse_attack(options.attack)
-    for chosen, option in ((attack, "--attack"), (options.seed, "--seed")):
+    for option, chosen in (("attack", options.attack), ("seed", options.seed)):
         if chosen is not None and not manifest.rehearsal:
-            raise ValueError(f"{option} is for rehearsals, and this manifest says rehearsal = false.")
+            raise ValueError(f"{option} = {chosen} is for rehearsals only, and this manifest says rehearsal = false.")
     store = Store(options.directory, manifest, member)
     try:
         key_data = store.random_key() if options.seed is None else seeded_key(options.seed)
-        learner = Observed(
+        peer = ObservedPeer(
             settings.federation(),
             settings.schedule(),
             own,
@@ -74,50 +96,57 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             attack=attack if isinstance(attack, Attack) else None,
             as_simulated=options.seed is not None,
         )
-        learner.on_output = store.keep_output
+        peer.on_output = store.keep_output
         log = Log(options.directory / "log.jsonl", name, sink)
         status = Status(
-            tuple(each.name for each in manifest.members),
-            own,
-            learner.num_iterations,
-            None if attack is None else str(attack),
-            envs.make(settings.env).reward_threshold,
-            settings.env,
+            names=tuple(each.name for each in manifest.members),
+            own=own,
+            num_iterations=peer.num_iterations,
+            attack=None if attack is None else str(attack),
+            reward_threshold=envs.make(settings.env).reward_threshold,
+            task=settings.env,
         )
         for record in store.read_progress():
             status.curve.append((record["trajectories"], record["return_mean"]))
-        delay = SLOWNESS * manifest.times.grace if attack == "slow" else 0.0
-        peer = Peer(manifest, own, private, store, learner, status, log, options.listen or member.address, delay)
+        live = LivePeer(
+            manifest=manifest,
+            own=own,
+            private=private,
+            store=store,
+            computation=peer,
+            status=status,
+            log=log,
+            listen=options.listen or member.address,
+            delay=SLOWNESS * manifest.times.grace if attack == "slow" else 0.0,
+        )
         if attack is not None:
             log("rehearsal", level="warning", attack=str(attack))
-            peer.outgoing = Mischief(attack, learner, peer.course, peer.seal).frame
+            live.outgoing = RehearsedAttack(attack, peer, live.course, live.seal).frame
         stop = None if options.metrics is None else status.numbers.serve(*options.metrics)
         try:
-            await peer.run()
+            await live.run()
         finally:
             log.close()
             if stop is not None:
                 stop()
-        return _write_results(store, settings, learner)
+        return _write_results(store, settings, peer)
     finally:
         store.close()
 
 
-def _write_results(store: Store, settings: Settings, learner: members.Peer) -> RunDirectory:
-    """What this member has learned and seen, as a run of one agent."""
+def _write_results(store: Store, settings: Settings, peer: members.Peer) -> RunDirectory:
+    """Write what this member has learned and recorded, as a run of one agent."""
     path = store.path / "run"
     if path.exists() and RunDirectory.open(path).complete:
         return RunDirectory.open(path)
     directory = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, settings)
     records = {record["iteration"]: record for record in store.read_progress()}
-    iterations = range(learner.num_iterations)
+    iterations = range(peer.num_iterations)
     metrics = {
         name: np.asarray([[records.get(t, {}).get(name, np.nan) for t in iterations]], np.float32) for name in METRICS
     }
-    # Of a member that was behind when iteration T̂ came, there is none.
-    uniform = np.full_like(learner.parameters, np.nan) if (kept := store.output()) is None else kept
-    run = Run.of(
-        settings, learner.plan, metrics=metrics, last=learner.parameters[None, None], uniform=uniform[None, None]
-    )
+    # A member that was behind in iteration T̂ has no θ_T̂.
+    uniform = np.full_like(peer.parameters, np.nan) if (kept := store.output()) is None else kept
+    run = Run.of(settings, peer.plan, metrics=metrics, last=peer.parameters[None, None], uniform=uniform[None, None])
     directory.write_results(run)
     return directory

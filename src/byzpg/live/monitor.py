@@ -1,7 +1,7 @@
-"""A federation's status page: one file and the last poll, served read-only to browsers.
+"""The status page of a federation: one HTML file and the result of the last poll, served read-only to browsers.
 
-The page has no login, takes no input, and loads nothing from elsewhere. Members may lie, so what they say has gone
-through `parse_status` before it gets here, and the page shows it as text alone.
+The page has no login, takes no input and loads nothing from other servers. Members may lie, so `parse_status` checks
+their answers first, and the page shows them as text only.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ PAGE = Path(__file__).with_name("page.html")
 POLL_SECONDS = 1.0
 
 Ask = Callable[[], Awaitable[Statuses]]
-# Opened in the event loop that asks.
+# A context that is entered in the event loop of the poll.
 Source = Callable[[], AbstractAsyncContextManager[Ask]]
 
 
 class Board:
-    """What is known of a federation: its manifest, the last poll, and the last answer of those who are silent."""
+    """What is known about a federation: its manifest, the last poll, and the last answers of silent members."""
 
     def __init__(self, manifest: Manifest, own: int) -> None:
         settings = manifest.settings()
@@ -61,12 +61,14 @@ class Board:
         self._polled: float | None = None
 
     def put(self, statuses: Statuses) -> None:
+        """Keep the result of a poll."""
         with self._lock:
             now = self._polled = time.monotonic()
             self._statuses = statuses
             self._answers |= {name: (now, status) for name, status in statuses.items() if status is not None}
 
     def as_data(self) -> dict[str, Any]:
+        """The content of status.json."""
         with self._lock:
             now, statuses, answers, polled = time.monotonic(), self._statuses, dict(self._answers), self._polled
         silent = {
@@ -79,7 +81,7 @@ class Board:
 
 
 class Monitor:
-    """Polls and serves, each in a thread of its own, from entering to leaving the context."""
+    """Polls the members and serves the page, each in its own thread, while the context is open."""
 
     def __init__(self, manifest: Manifest, own: int, source: Source, host: str, port: int) -> None:
         self.board = Board(manifest, own)
@@ -107,10 +109,11 @@ class Monitor:
             each.result()
 
     def wait(self) -> None:
-        """Until it is stopped, or fails."""
+        """Wait until the monitor is stopped, or fails."""
         self._stopping.wait()
 
     def stop(self) -> None:
+        """End `wait`; leaving the context then ends the threads."""
         self._stopping.set()
 
     async def _poll(self) -> None:
@@ -124,7 +127,19 @@ class Monitor:
 
 
 def serve(manifest: Manifest, own: int, key: Path, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-    """Serve the status page until Ctrl-C or SIGTERM."""
+    """Serve the status page until Ctrl-C or SIGTERM.
+
+    Args:
+        manifest: The federation.
+        own: The position of the member that asks the others.
+        key: The file of its private key.
+        host: The address at which to serve the page.
+        port: The port; 0 for any free one.
+        on_ready: Called with the page's address.
+
+    Raises:
+        ValueError: If the key cannot be used, or the page cannot be served there.
+    """
     private = read_key(key, manifest.members[own])
 
     @asynccontextmanager
@@ -155,27 +170,27 @@ class _Server(ThreadingHTTPServer):
         except (OSError, OverflowError, UnicodeError) as error:
             words = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"cannot serve the status page on {host}:{port}: {words}. See --host and --port."
+                f"cannot serve the status page on {host}:{port}: {words}. Choose another host or port."
             ) from None
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
         self.local = _is_loopback(str(self.server_address[0]))
         self.policy = _policy(self.page.decode())
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's asks the name service, which can take long
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's would ask the name service, which can take long
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Somebody who hangs up is no error."""
+        """A client that closes its connection is not an error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "byzpg", ""
-    timeout = 10.0  # for a request; whoever takes longer is cut off
+    timeout = 10.0  # seconds for a request, after which the connection is closed
 
     def do_GET(self) -> None:
         if self.server.local and not _is_loopback(self._asked_host()):
-            # A website elsewhere can give its name this machine's address, and read what its visitors' browsers get.
+            # DNS rebinding: a foreign website can point its name to this machine, and read what browsers get from it.
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
         elif self.path == "/":
             self._answer("text/html; charset=utf-8", self.server.page)
@@ -220,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing below the command line prints."""
+        """Only the command line prints."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -231,7 +246,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _policy(page: str) -> str:
-    """Only the page's own script and style run, known by their hashes; data come from here alone."""
+    """The Content-Security-Policy: the page's own script and style, by their hashes, and data from this server."""
 
     def hashes(tag: str) -> str:
         contents = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

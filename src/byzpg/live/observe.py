@@ -1,7 +1,7 @@
-"""Looking at a federation from outside: every member is asked for its status, over the same mutual TLS.
+"""Observe a federation: ask every member for its status, over the same mutual TLS, without changing anything.
 
-Read-only. What a member says of itself may be a lie; what it says of others is what it saw of them, or a lie too. So
-an answer can be anything, and only what fits the shape below is let in.
+A Byzantine member can answer anything, about itself and about others. So `parse_status` keeps only what has the type
+and the range of the fields below.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from byzpg.live.manifest import Manifest
 from byzpg.live.status import CURVE_POINTS, RECENT_STEPS, State
 
 LARGEST_STATUS = 2**20
-# Numbers beyond are nonsense; all of these are exact in a browser too.
+# Larger numbers make no sense; integers up to this one are exact in a browser too.
 LARGEST_NUMBER = 10**15
 LONGEST_TEXT = 80
 MOST_REASONS = 16
@@ -30,18 +30,18 @@ STATES: tuple[str, ...] = get_args(State)
 
 
 class Seen(TypedDict):
-    """What one member saw of another."""
+    """What one member observed of another."""
 
     connected: bool
-    present: bool | None  # whether its message was there in the last step; None: no step yet
+    present: bool | None  # whether its message arrived in the last round; None before the first round has ended
     absences: int
-    weight: float | None  # in [0, 1]; None: the rule gives none
+    weight: float | None  # in [0, 1]; None if the rule gives no weights
     equivocations: int
     rejected: dict[str, int]  # by reason
 
 
 class Answer(TypedDict):
-    """What a member says: `Status.as_data`, as far as it makes sense."""
+    """A member's answer: the content of `Status.as_data`, checked."""
 
     name: str
     task: str
@@ -52,7 +52,7 @@ class Answer(TypedDict):
     step: int
     waiting_for: list[str]
     uptime: float
-    curve: list[tuple[int, float]]  # by rising number of trajectories
+    curve: list[tuple[int, float]]  # return by number of trajectories, which rises
     reward_threshold: float | None
     diameters: dict[str, float]
     step_seconds: list[float]
@@ -63,12 +63,21 @@ class Answer(TypedDict):
     strangers: dict[str, int]
 
 
-# By member's name; None: it did not answer, or nothing that can be read.
+# By the member's name; None if it did not answer, or if its answer cannot be read.
 Statuses = dict[str, Answer | None]
 
 
 def parse_status(raw: bytes, name: str, names: Sequence[str]) -> Answer | None:
-    """A member's answer in its known shape; None if it is none at all. What does not fit is left out."""
+    """Read the answer of a member, leaving out what does not fit.
+
+    Args:
+        raw: The answer, which can be any bytes.
+        name: The member's name, from its certificate.
+        names: The names of all members.
+
+    Returns:
+        The answer, or None if it is not a JSON object.
+    """
     try:
         said = json.loads(raw)
     except (ValueError, RecursionError):
@@ -79,7 +88,7 @@ def parse_status(raw: bytes, name: str, names: Sequence[str]) -> Answer | None:
     diameters, others = _table(said.get("diameters")), _table(said.get("others"))
     seconds = [value for value in _numbers(said.get("step_seconds"), RECENT_STEPS) if value >= 0]
     return {
-        "name": name,  # the certificate's, whatever it says
+        "name": name,
         "task": _text(said.get("task")),
         "state": state if isinstance(state, str) and state in STATES else "unknown",  # pyright: ignore[reportReturnType]
         "rehearsal": _text(rehearsal) or None,
@@ -121,13 +130,13 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """One line without anything that would move a terminal's cursor or turn around what is written next to it."""
+    """One line of printable characters: none of them moves a terminal's cursor or reverses the text around it."""
     printable = filter(str.isprintable, value if isinstance(value, str) else "")
     return "".join(islice(printable, LONGEST_TEXT)).strip()
 
 
 def _number(value: Any) -> float | None:
-    fits = type(value) in (int, float) and -LARGEST_NUMBER <= value <= LARGEST_NUMBER  # not so NaN
+    fits = type(value) in (int, float) and -LARGEST_NUMBER <= value <= LARGEST_NUMBER  # false for NaN
     return float(value) if fits else None
 
 
@@ -156,7 +165,7 @@ def _reasons(said: Any) -> dict[str, int]:
 
 
 class Observer:
-    """Asks as one of the members, with its key."""
+    """Asks all members for their statuses, as one of them."""
 
     def __init__(self, manifest: Manifest, own: int, private: PrivateIdentity) -> None:
         self.manifest, self._own, self._private = manifest, own, private
@@ -167,7 +176,7 @@ class Observer:
         return open_channel(self.manifest, self._own, self._private, index, LARGEST_STATUS)
 
     async def ask(self, seconds: float = 2.0) -> Statuses:
-        """Every member's status."""
+        """Ask every member; one that takes longer than `seconds` counts as silent."""
         answers = await asyncio.gather(*(self._ask(index, seconds) for index in range(len(self._names))))
         return dict(zip(self._names, answers, strict=True))
 
@@ -176,7 +185,7 @@ class Observer:
             raw = await self._channels[index].unary_unary(f"/{SERVICE}/{STATUS}")(b"", timeout=seconds)
         except aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
-                # The old channel would try again only after pauses that grow to minutes.
+                # The old channel would wait longer and longer between attempts, up to minutes.
                 old, self._channels[index] = self._channels[index], self._open(index)
                 await old.close()
             return None

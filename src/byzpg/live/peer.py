@@ -1,7 +1,7 @@
-"""One member at work: the protocol's actions carried out on a network, a disk and an agent.
+"""One running member, which carries out the protocol's actions with a network, a disk and an agent.
 
-Everything but the agent's computation happens in one event loop; the computation has a thread of its own, so that the
-loop goes on answering others.
+Everything but the agent's computation happens in one event loop. The computation has a thread of its own, so that the
+loop keeps answering other members.
 """
 
 import asyncio
@@ -44,22 +44,22 @@ from byzpg.live.store import Store
 from byzpg.live.wire import Codec, Rejected
 from byzpg.robust.geometry import is_sound_on_host
 
-# An equivocator can contradict itself in every step: this many proofs are enough.
+# A member can equivocate in every round; this many proofs against it are enough.
 EVIDENCE_PER_MEMBER = 20
 FLUSH_SECONDS = 3.0
-REPORT_SECONDS = 0.4  # a report is made no more often than this
-SMALL = 2**18  # numbers
+REPORT_SECONDS = 0.4  # the shortest time between two status reports
+SMALL = 2**18  # numbers that are combined in the event loop; see `_is_small`
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """The state at the beginning of an iteration; there is one from the moment the start barrier is passed."""
+    """The state at the beginning of an iteration; the first one is written after the start barrier."""
 
     iteration: int
     snapshot: np.ndarray
 
     def parts(self) -> tuple[bytes, memoryview]:
-        """As bytes, without a copy."""
+        """The bytes of a record, without a copy."""
         return self.iteration.to_bytes(8, "little"), np.ascontiguousarray(self.snapshot, "<f4").data.cast("B")
 
     @classmethod
@@ -84,7 +84,7 @@ class Computation(Interface):
 
     @property
     def plan_digest(self) -> str:
-        """Of what all members must have worked out alike."""
+        """A hash of what all members must have computed alike."""
         ...
 
     def warm_up(self) -> None: ...
@@ -100,19 +100,32 @@ class Computation(Interface):
     def adopt(self, iteration: int, states: Sequence[np.ndarray | None]) -> None: ...
 
     def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
-        """Tell the status what the last step, or with phase None the last iteration, was like; words for the record."""
+        """Record the last round or, if phase is None, the last iteration; return numbers to keep."""
         ...
 
 
-# What goes to a member in place of a message (a rehearsal's doing); None: nothing.
+# The bytes that a rehearsal sends to a member in place of a message; None to send nothing.
 Outgoing = Callable[[int, Message], bytes | None]
 
 
-class Peer:
-    """One member of a federation."""
+class LivePeer:
+    """One member of a federation, on a network.
+
+    Args:
+        manifest: The federation.
+        own: The position of this member.
+        private: Its keys.
+        store: Its directory.
+        computation: Its agent.
+        status: Where it records what happens.
+        log: Where it logs events.
+        listen: Where to accept connections, host:port.
+        delay: Seconds to wait before every message, to rehearse a slow member.
+    """
 
     def __init__(
         self,
+        *,
         manifest: Manifest,
         own: int,
         private: PrivateIdentity,
@@ -125,51 +138,67 @@ class Peer:
     ) -> None:
         self.manifest, self.own, self.private, self.store, self.log = manifest, own, private, store, log
         self.computation, self.status = computation, status
-        self.course = manifest.course(own, computation.num_iterations, computation.rounds)
+        self.course = manifest.course(own, num_iterations=computation.num_iterations, rounds=computation.rounds)
         self.codec = Codec(
-            self.course,
-            manifest.digest,
-            UUID(manifest.run).bytes,
-            computation.dimension,
-            computation.state_dimension,
-            [member.verifier() for member in manifest.members],
+            course=self.course,
+            manifest=manifest.digest,
+            run=UUID(manifest.run).bytes,
+            dimension=computation.dimension,
+            state_dimension=computation.state_dimension,
+            keys=[member.verifier() for member in manifest.members],
         )
         self.outgoing: Outgoing | None = None
-        kept_messages = 2 * self.course.per_iteration + 2  # of this iteration and the last, and the barriers
+        kept_messages = 2 * self.course.per_iteration + 2  # of this iteration, the one before, and both barriers
         self._outbox = store.records("outbox.bin", kept_messages, self.codec.largest)
         self._checkpoints = store.records("checkpoints.bin", 2, 8 + 4 * computation.state_dimension)
         found = self._checkpoints.read()
-        self._num_checkpoints = max(found, default=-1) + 1  # a new one never takes the place of the newest
+        self._num_checkpoints = max(found, default=-1) + 1  # a new checkpoint never overwrites the newest one
         self._checkpoint = Checkpoint.of(found[max(found)]) if found else None
         if self._checkpoint is not None:
             computation.restore(self._checkpoint.iteration, self._checkpoint.snapshot)
         self.protocol = Protocol(
-            self.course,
-            self.seal,
-            lambda step: self.codec.encode("ask", step, NOTHING, (), private.signing),
-            self.codec.verify,
-            0 if self._checkpoint is None else self._checkpoint.iteration,
-            self._checkpoint is not None,
-            self._own_messages(),
+            course=self.course,
+            seal=self.seal,
+            seal_ask=lambda step: self.codec.encode("ask", step, NOTHING, (), private.signing),
+            verify=self.codec.verify,
+            iteration=0 if self._checkpoint is None else self._checkpoint.iteration,
+            started=self._checkpoint is not None,
+            sent=self._own_messages(),
         )
-        events = Events(self._received, self._linked, self._unlinked, self._refused, self._report)
-        self.links = Links(manifest, own, private, self.codec.largest, listen, events, computation.plan_digest, delay)
+        events = Events(
+            received=self._received,
+            linked=self._linked,
+            unlinked=self._unlinked,
+            refused=self._refused,
+            status=self._report,
+        )
+        self.links = Links(
+            manifest=manifest,
+            own=own,
+            private=private,
+            largest=self.codec.largest,
+            listen=listen,
+            events=events,
+            plan_digest=computation.plan_digest,
+            delay=delay,
+        )
         status.connected = self.links.connected
         self._jobs: asyncio.Queue[Callable[[], Callable[[], list[Action]]]] = asyncio.Queue()
-        # To combine a few short vectors takes less time than to hand them to another thread.
+        # Combining a few short vectors takes less time than passing them to another thread.
         self._is_small = self.course.num_members * computation.dimension <= SMALL
         self._over = asyncio.Event()
         self._failure: Exception | None = None
         self._step_began = 0.0
-        self._reported = -inf, b""
+        self._report_time, self._last_report = -inf, b""
         self._state_message: Message | None = None
 
     def _own_messages(self) -> dict[int, Message]:
-        """What was logged before a restart, and that of the start barrier, which is always the same."""
+        """The messages that were logged before a restart, and that of the start barrier, which is always the same."""
         logged = {step: self.codec.decode(frame, self.own) for step, frame in self._outbox.read().items()}
         return {0: self.seal(0, NOTHING, ()), **logged} if self._checkpoint is not None else logged
 
     def seal(self, step: int, vector: np.ndarray, receipts: tuple) -> Message:
+        """Sign this member's message of a step."""
         return self.codec.encode("vector", step, vector, receipts, self.private.signing)
 
     async def run(self) -> None:
@@ -199,7 +228,7 @@ class Peer:
                 self.log("end", state=self.status.state)
 
     async def _work(self, pool: ThreadPoolExecutor) -> None:
-        """Compute, one thing after the other, and tell the protocol."""
+        """Run the computations one after the other, and tell the protocol their results."""
         loop = asyncio.get_running_loop()
         while True:
             job = await self._jobs.get()
@@ -208,9 +237,9 @@ class Peer:
     # The protocol's actions
 
     def _react(self, event: Callable[[], list[Action]]) -> None:
-        """Let the protocol see an event, and carry out what it asks for. Where that fails, the member ends.
+        """Pass an event to the protocol, and carry out its actions. If one fails, the member stops.
 
-        Half of it done, it must not go on: it could send what it has not logged.
+        It must not continue with some actions undone: it could send a message that it has not logged.
         """
         if self._failure is None:
             try:
@@ -284,7 +313,7 @@ class Peer:
             self.status.state = "behind"
             self.log.seldom("behind", level="warning", iteration=self.protocol.iteration)
 
-    # Computing, in the agent's thread; what is returned runs in the loop again
+    # Computations, in the agent's thread; what they return runs in the event loop
 
     def _begin(self, iteration: int) -> Callable[[], list[Action]]:
         vector = self.computation.begin(iteration)
@@ -293,8 +322,9 @@ class Peer:
     def _computed(self, step: int, vector: np.ndarray) -> list[Action]:
         if is_sound_on_host(vector):
             return self.protocol.computed(step, vector)
-        # Nothing can be sent: it stays away until the others are far enough ahead to tell it their states.
-        self.log("unsound", level="error", step=step, words="the own vector is not finite, or too large; waiting")
+        # It cannot send this vector, so it waits until the others are far enough ahead to send it their states.
+        words = "this member's vector is not finite or too large; waiting for the states of the others"
+        self.log("unsound", level="error", step=step, words=words)
         return []
 
     def _combine(self, action: Combine) -> Callable[[], list[Action]]:
@@ -344,7 +374,7 @@ class Peer:
 
         return adopted
 
-    # What others did
+    # Events of the network
 
     def _received(self, sender: int, frame: bytes) -> bool:
         try:
@@ -369,7 +399,7 @@ class Peer:
 
     def _count(self, sender: int | None, reason: str) -> None:
         self.status.reject(sender, reason)
-        if reason not in ("duplicate", "late", "early"):  # what happens among honest members too
+        if reason not in ("duplicate", "late", "early"):  # these happen among honest members too
             self.log.seldom("rejected", sender, reason, level="warning", sender=self._name(sender), reason=reason)
 
     def _step_ended(self, action: Combine) -> None:
@@ -390,7 +420,7 @@ class Peer:
         self.status.state, self.status.waiting_for = "stalled" if names else "running", names
         self.status.numbers.stalled.set(bool(names))
         if names:
-            need = f"{self.course.quorum} of {self.course.num_members} messages are needed to go on"
+            need = f"{self.course.quorum} of {self.course.num_members} messages are needed to continue"
             self.log("stalled", level="error", step=alarm.step, missing=names, words=need)
         else:
             self.log("recovered", step=alarm.step)
@@ -406,10 +436,10 @@ class Peer:
 
     def _report(self) -> bytes:
         now = asyncio.get_running_loop().time()
-        if now - self._reported[0] > REPORT_SECONDS:
+        if now - self._report_time > REPORT_SECONDS:
             self.status.bytes = self.links.bytes_sent, self.links.bytes_received
-            self._reported = now, json.dumps(self.status.as_data()).encode()
-        return self._reported[1]
+            self._report_time, self._last_report = now, json.dumps(self.status.as_data()).encode()
+        return self._last_report
 
     def _name(self, index: int | None) -> str:
         return "a stranger" if index is None else self.manifest.members[index].name

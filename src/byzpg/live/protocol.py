@@ -1,13 +1,16 @@
 """Rounds without a leader, as a state machine: events in, actions out; no I/O, no clock, no randomness of its own.
 
-A run is a row of steps. Step 0 is the start barrier; then every iteration has 1 + κ steps, the exchange of gradients
-and κ rounds of agreement; the last step is a barrier too, where members wait for those behind. In every step each
-member publishes one message and gathers everyone's. A step ends when all K messages are in, or K − f (the member's own
-counts) and a grace period has passed; with fewer it never ends. Only the last step does, after a grace period in which
-fewer than K − f members gave a sign of life: the others have seen all K there, and left.
+A run is a sequence of rounds, and a *step* is the number of a round in it. Step 0 is the start barrier. Then every
+iteration has 1 + κ rounds: one of gradients and κ of agreement. The last round is a barrier again, at which members
+wait for those that are behind. In every round each member publishes one message and collects those of the others.
 
-Messages travel by pull as well as by push: a member that lacks one asks its sender, who has kept those of this and the
-last iteration. A member too far behind for that is sent states instead, and adopts what K − f members say.
+A round ends when all K messages have arrived, or when K − f have arrived (the member's own is one of them) and a grace
+period has passed. With fewer than K − f messages it does not end. The final barrier is the only exception: it also ends
+after a grace period in which fewer than K − f members gave a sign of life, because the others have received all K
+messages there and have left.
+
+Messages are pushed and pulled: a member that lacks one asks its sender, which keeps the messages of this iteration and
+of the one before. A member that is too far behind for that receives states instead, and adopts what K − f members say.
 """
 
 from collections.abc import Callable
@@ -21,22 +24,24 @@ Kind = Literal["vector", "ask", "state"]
 Timer = Literal["grace", "retry"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Course:
-    """The row of steps, and who takes part."""
+    """The sequence of rounds, and the members that take part."""
 
     num_members: int  # K
-    num_byzantine: int  # f, tolerated
+    num_byzantine: int  # f, how many faulty members the rules tolerate
     own: int  # this member's index
     rounds: int  # κ
     num_iterations: int  # T
 
     @cached_property
     def quorum(self) -> int:
+        """K − f: how many messages a round needs."""
         return self.num_members - self.num_byzantine
 
     @cached_property
     def per_iteration(self) -> int:
+        """The number of rounds in an iteration."""
         return 1 + self.rounds
 
     @cached_property
@@ -49,14 +54,15 @@ class Course:
         return tuple(each for each in range(self.num_members) if each != self.own)
 
     def first_step(self, iteration: int) -> int:
+        """The step with which an iteration begins; for iteration T, the final barrier."""
         return 1 + iteration * self.per_iteration
 
     def iteration(self, step: int) -> int:
-        """Of a step; that of the start barrier is 0."""
+        """The iteration of a step; 0 for the start barrier."""
         return max(0, (step - 1) // self.per_iteration)
 
     def phase(self, step: int) -> int:
-        """0: gradients, k: the k-th round of agreement. Not for barriers."""
+        """What the messages of a step carry: 0 for gradients, k for the k-th round of agreement. Not for barriers."""
         return (step - 1) % self.per_iteration
 
     def is_barrier(self, step: int) -> bool:
@@ -64,7 +70,7 @@ class Course:
 
 
 class Receipt(NamedTuple):
-    """What a signature is over, short of the message itself: enough to prove that two messages are in contradiction."""
+    """What a signature covers, without the message itself. Two receipts are enough to prove equivocation."""
 
     sender: int
     step: int
@@ -73,44 +79,46 @@ class Receipt(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message whose sender and form have been checked."""
+    """A message whose sender and format have been checked."""
 
     kind: Kind
     sender: int
-    step: int  # of a state: the first step of its iteration; of an ask: the step whose message is wanted
+    step: int  # for a state, the first step of its iteration; for an ask, the step whose message is wanted
     vector: np.ndarray
-    receipts: tuple[Receipt, ...]  # of the sender's messages of the step before
+    receipts: tuple[Receipt, ...]  # of the messages that the sender received in the round before
     digest: bytes
     signature: bytes
-    frame: bytes = b""  # all of it, as it travels
+    frame: bytes = b""  # the whole message, as it is sent
 
     @property
     def receipt(self) -> Receipt:
         return Receipt(self.sender, self.step, self.digest, self.signature)
 
 
-# Actions, to be carried out in the order given
+# Actions, to be carried out in the given order
 
 
 class Log(NamedTuple):
-    """Keep an own message where a crash does not reach it."""
+    """Store one of the member's own messages where it survives a crash."""
 
     message: Message
 
 
 class Send(NamedTuple):
+    """Send a message to a member."""
+
     to: int
     message: Message
 
 
 class SendState(NamedTuple):
-    """Send the state with which this member began its iteration, `Message` of kind "state"."""
+    """Send the state with which this member began its iteration, as a `Message` of kind "state"."""
 
     to: int
 
 
 class SetTimer(NamedTuple):
-    """Call `timer_fired` with these, after the time that the timer stands for."""
+    """Call `timer_fired` with these arguments, after the time that belongs to the timer."""
 
     timer: Timer
     step: int
@@ -123,9 +131,10 @@ class Begin(NamedTuple):
 
 
 class Combine(NamedTuple):
-    """The step has ended with these messages [K], None where one is missing.
+    """Combine the messages [K] of a round that has ended; None where one is missing.
 
-    Compute the next message of the iteration, or, after its last step, finish it; then call `computed` or `finished`.
+    Compute the next message of the iteration and call `computed`, or, after the iteration's last round, finish it and
+    call `finished`.
     """
 
     step: int
@@ -133,28 +142,28 @@ class Combine(NamedTuple):
 
 
 class Adopt(NamedTuple):
-    """Combine these states [K] into the own one at the beginning of an iteration, then call `adopted`."""
+    """Combine these states [K] into the member's own at the beginning of an iteration, then call `adopted`."""
 
     iteration: int
     states: tuple[Message | None, ...]
 
 
 class Alarm(NamedTuple):
-    """Too few messages to go on, for longer than a retry; an empty set: the alarm is over."""
+    """Report that a round has been short of a quorum for several retries; with no one missing, that this is over."""
 
     step: int
     missing: frozenset[int]
 
 
 class Evidence(NamedTuple):
-    """Two different messages, signed by one member for one step."""
+    """Keep the proof of equivocation: two different messages that one member signed for one step."""
 
     first: Receipt
     second: Receipt
 
 
 class Count(NamedTuple):
-    """A message that did not count, and why."""
+    """Count a message that was not used, by the reason."""
 
     sender: int
     reason: str
@@ -166,37 +175,40 @@ class Finished(NamedTuple):
 
 Action = Log | Send | SendState | SetTimer | Begin | Combine | Adopt | Alarm | Evidence | Count | Finished
 
-# Makes the signed message of a step; must give the same for the same input.
+# Makes the signed message of a step; the same input must give the same message.
 Seal = Callable[[int, np.ndarray, tuple[Receipt, ...]], Message]
 Verify = Callable[[Receipt], bool]
 
 NOTHING = np.zeros(0, np.float32)
-# Retries without a quorum after which a member says so loudly.
+# How many retries without a quorum make a member raise an alarm.
 ALARM_AFTER = 10
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Protocol:
-    """One member's view of the run."""
+    """One member's view of the run.
+
+    Every method that reports an event returns the actions that follow from it.
+    """
 
     course: Course
     seal: Seal
     seal_ask: Callable[[int], Message]
     verify: Verify
-    iteration: int = 0  # to begin or go on with
-    started: bool = False  # whether the start barrier has been passed, before a restart
-    sent: dict[int, Message] = field(default_factory=dict)  # own messages, by step; never contradicted
+    iteration: int = 0  # the one to begin, or to continue after a restart
+    started: bool = False  # whether the start barrier was passed before a restart
+    sent: dict[int, Message] = field(default_factory=dict)  # own messages by step; never replaced by different ones
 
     step: int = field(default=0, init=False)
-    _inbox: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # of this step and the next
+    _inbox: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # this step's and the next one's
     _seen: dict[int, dict[int, Receipt]] = field(default_factory=dict, init=False)  # by step and sender
-    _positions: list[int] = field(default_factory=list, init=False)  # the latest step each member was heard in
+    _positions: list[int] = field(default_factory=list, init=False)  # the latest step heard of each member
     _states: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # by sender and step
-    _behind: set[int] = field(default_factory=set, init=False)
+    _behind: set[int] = field(default_factory=set, init=False)  # members that need a state
     _adopting: bool = field(default=False, init=False)
-    _gracing: bool = field(default=False, init=False)  # the grace period of this step has begun
-    _waited: int = field(default=0, init=False)  # how many retries this step has been short of a quorum
-    _heard: set[int] = field(default_factory=set, init=False)  # members heard in this step, or grace period of the last
+    _gracing: bool = field(default=False, init=False)  # whether the grace period of this step has begun
+    _waited: int = field(default=0, init=False)  # for how many retries this step has been short of a quorum
+    _heard: set[int] = field(default_factory=set, init=False)  # since this step, or its latest grace period, began
     _over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -204,14 +216,14 @@ class Protocol:
 
     @property
     def is_behind(self) -> bool:
-        """Whether more members than can lie were heard in a later iteration."""
+        """Whether more than f members, so at least one honest member, were heard in a later iteration."""
         later = self.course.first_step(self.iteration + 1)
         return sum(position >= later for position in self._positions) > self.course.num_byzantine
 
     # Events
 
     def start(self) -> list[Action]:
-        """Begin, or go on after a restart."""
+        """The member starts, or continues after a restart."""
         if self._adopting:
             return []
         if self.iteration == 0 and not self.started:
@@ -219,9 +231,9 @@ class Protocol:
         return self._begin(self.iteration)
 
     def computed(self, step: int, vector: np.ndarray) -> list[Action]:
-        """The own vector of a step is there."""
+        """The member's own vector of a step has been computed."""
         if step != self.step or self._adopting or self.course.own in self._inbox.get(step, {}):
-            return []  # overtaken by an adopted state
+            return []  # an adopted state was faster
         message, actions = self.sent.get(step), []
         if message is None:
             before = self._seen.get(step - 1, {})
@@ -233,23 +245,24 @@ class Protocol:
         return actions + self._progress()
 
     def finished(self, step: int) -> list[Action]:
-        """The iteration that ends with a step is done, and its result is safe on the disk."""
+        """The iteration that ends with a step is finished, and its result is safe on the disk."""
         if step + 1 != self.step or self._adopting:
             return []
         return self._begin(self.course.iteration(step) + 1 if step else 0)
 
     def adopted(self, iteration: int) -> list[Action]:
-        """The state at the beginning of an iteration has been taken over from others, and is safe on the disk."""
+        """The state at the beginning of an iteration was adopted from other members, and is safe on the disk."""
         self._adopting = False
         self._states.clear()
         return self._calm() + self._begin(iteration)
 
     def linked(self, other: int) -> list[Action]:
-        """There is a new connection; what was sent over the old one may be lost."""
+        """There is a new connection to a member; what was sent over the old one may be lost."""
         message = self.sent.get(self.step)
         return [] if message is None else [Send(other, message)]
 
     def timer_fired(self, timer: Timer, step: int) -> list[Action]:
+        """The time of a `SetTimer` has passed."""
         if step != self.step or self._over:
             return []
         inbox = self._inbox.get(step, {})
@@ -258,20 +271,20 @@ class Protocol:
         actions: list[Action] = [SetTimer("retry", step)]
         if self._adopting:
             return actions
-        short = len(inbox) < self.course.quorum
         missing = [other for other in self.course.others if other not in inbox]
-        # One that cannot go on while others do needs a state of each, of those too whose message is here.
-        ahead = self.is_behind or any(max(states) > step for states in self._states.values())
-        far = ahead and not self._ready(inbox)
-        actions += [Send(other, self.seal_ask(step)) for other in (self.course.others if far else missing)]
-        if self.course.own in inbox and short:
+        # A member that is stuck here while others are ahead needs a state from each of them, also from those whose
+        # message it has.
+        others_ahead = self.is_behind or any(max(states) > step for states in self._states.values())
+        asked = self.course.others if others_ahead and not self._ready(inbox) else missing
+        actions += [Send(other, self.seal_ask(step)) for other in asked]
+        if self.course.own in inbox and len(inbox) < self.course.quorum:
             self._waited += 1
             if self._waited == ALARM_AFTER:
                 actions.append(Alarm(step, frozenset(missing)))
         return actions
 
     def received(self, message: Message) -> list[Action]:
-        """A message whose sender, form and signature have been checked."""
+        """A message has arrived; its sender, format and signature have been checked."""
         sender, step = message.sender, message.step
         self._heard.add(sender)
         if message.kind == "ask":
@@ -286,7 +299,7 @@ class Protocol:
         own, before = self.course.own, self._seen.get(step - 1, {})
         for receipt in message.receipts:
             if before.get(receipt.sender) == receipt:
-                continue  # as most are: seen already
+                continue  # seen already, as most are
             if receipt.sender not in (sender, own) and receipt.step == step - 1:
                 actions += self._witness(receipt, trusted=False)
         current = step in (self.step, self.step + 1)
@@ -300,12 +313,14 @@ class Protocol:
             actions += self._progress()
         return actions
 
-    # What follows from them
+    # What follows from events
 
     def _ready(self, inbox: dict[int, Message]) -> bool:
+        """Whether a round has a quorum, the member's own message included."""
         return self.course.own in inbox and len(inbox) >= self.course.quorum
 
     def _progress(self) -> list[Action]:
+        """End the current round, or begin its grace period, if its messages allow that."""
         inbox = self._inbox.get(self.step, {})
         if self._over or self._adopting or not self._ready(inbox):
             return []
@@ -318,16 +333,20 @@ class Protocol:
         return actions
 
     def _calm(self) -> list[Action]:
-        """There is no reason for an alarm any more."""
+        """End an alarm, if there is one."""
         waited, self._waited = self._waited, 0
         return [Alarm(self.step, frozenset())] if waited >= ALARM_AFTER else []
 
     def _grace_ended(self, inbox: dict[int, Message]) -> list[Action]:
-        if self._adopting or (self.step < self.course.last and not self._ready(inbox)):
+        """End the current round, if it has a quorum or if the other members have left the final barrier."""
+        if self._adopting:
             return []
-        if not self._ready(inbox) and len(self._heard | inbox.keys()) >= self.course.quorum:
-            self._heard.clear()
-            return [SetTimer("grace", self.step)]  # there may be a quorum yet
+        if not self._ready(inbox):
+            if self.step < self.course.last:
+                return []
+            if len(self._heard | inbox.keys()) >= self.course.quorum:  # there may still be a quorum
+                self._heard.clear()
+                return [SetTimer("grace", self.step)]
         return self._calm() + self._end_step()
 
     def _end_step(self) -> list[Action]:
@@ -339,23 +358,26 @@ class Protocol:
         return [*self._enter(step + 1), Combine(step, messages)]
 
     def _enter(self, step: int) -> list[Action]:
-        """Gather the messages of a step from now on."""
+        """Collect the messages of a step from now on."""
         self.step, self._gracing, self._waited = step, False, 0
         self._heard.clear()
         self._inbox = {each: inbox for each, inbox in self._inbox.items() if each in (step, step + 1)}
         self._seen = {each: seen for each, seen in self._seen.items() if each >= step - 2}
         inbox = self._inbox.get(step, {})
-        # Those heard here or ahead have sent theirs already, and it was too early to be kept.
-        ahead = [j for j in self.course.others if self._positions[j] >= step and j not in inbox]
-        actions: list[Action] = [*(Send(j, self.seal_ask(step)) for j in ahead), SetTimer("retry", step)]
-        return [*actions, SetTimer("grace", step)] if step == self.course.last else actions
+        # Members that are here or ahead have sent their message already, and it came too early to be kept.
+        ahead = [other for other in self.course.others if self._positions[other] >= step and other not in inbox]
+        actions: list[Action] = [Send(other, self.seal_ask(step)) for other in ahead]
+        actions.append(SetTimer("retry", step))
+        if step == self.course.last:
+            actions.append(SetTimer("grace", step))
+        return actions
 
     def _begin(self, iteration: int) -> list[Action]:
-        """Begin an iteration; its state is safe on the disk."""
+        """Begin an iteration whose state is safe on the disk."""
         self.iteration = iteration
         first = self.course.first_step(iteration)
-        kept = self.course.first_step(iteration - 1) if iteration else 0
-        self.sent = {step: message for step, message in self.sent.items() if step >= kept or not step}
+        oldest = self.course.first_step(iteration - 1) if iteration > 0 else 0
+        self.sent = {step: message for step, message in self.sent.items() if step >= oldest or step == 0}
         actions: list[Action] = []
         if self.step != first:
             actions += self._enter(first)
@@ -366,15 +388,18 @@ class Protocol:
         return [*actions, Begin(iteration)]
 
     def _asked(self, sender: int, step: int) -> list[Action]:
+        """Answer with the message of a step or, if that is no longer kept, with a state."""
         if step in self.sent:
             return [Send(sender, self.sent[step])]
-        if 0 < self.course.first_step(self.iteration - 1) > step and not self._adopting:
-            self._behind.add(sender)  # and again where the next iteration begins, together with everybody else
+        no_longer_kept = self.iteration > 0 and step < self.course.first_step(self.iteration - 1)
+        if no_longer_kept and not self._adopting:
+            # The state is sent again when the next iteration begins, at the same time as those of the other members.
+            self._behind.add(sender)
             return [SendState(sender)]
         return []
 
     def _offered(self, message: Message) -> list[Action]:
-        """Someone's state: worth something if others have one of the same iteration, which is ahead."""
+        """Keep a member's state of a later iteration; adopt it once K − f members have sent theirs."""
         iteration = self.course.iteration(message.step)
         if message.step <= self.step or iteration <= self.iteration or self._adopting or self._over:
             return []  # before `start`, the step is not yet that of the iteration
@@ -382,14 +407,19 @@ class Protocol:
         states[message.step] = message
         for old in sorted(states)[:-2]:
             del states[old]
-        theirs = tuple(self._states.get(j, {}).get(message.step) for j in range(self.course.num_members))
-        if sum(state is not None for state in theirs) < self.course.quorum:
+        offers = tuple(self._states.get(each, {}).get(message.step) for each in range(self.course.num_members))
+        if sum(state is not None for state in offers) < self.course.quorum:
             return []
         self._adopting = True
-        return [Adopt(iteration, theirs)]
+        return [Adopt(iteration, offers)]
 
     def _witness(self, receipt: Receipt, trusted: bool) -> list[Action]:
-        """Hold a signed receipt against what its signer was seen to sign."""
+        """Compare a receipt with what its signer is known to have signed; a difference is equivocation.
+
+        Args:
+            receipt: The receipt of a message.
+            trusted: Whether its signature has been verified already.
+        """
         if not self.step - 2 <= receipt.step <= self.step + 1:
             return []
         seen = self._seen.setdefault(receipt.step, {})

@@ -1,7 +1,8 @@
-"""A file of a few records that are overwritten in turn: written once, it is never moved, grown or cut again.
+"""A file with a fixed number of records that are overwritten in turn.
 
-That makes a record durable with one write and one flush of data, where a new file would need several of the directory.
-A record that a crash cut off fails its checksum and does not count; the one it was to replace is long out of use.
+The file never moves or changes its size, so one write and one flush make a record durable; a new file would need
+several flushes of its directory. A record that a crash cut off fails its checksum and is ignored, and the one that it
+was to replace is no longer needed.
 """
 
 import os
@@ -17,7 +18,7 @@ HEAD = struct.Struct("<QQI")  # number, length, checksum of the number and the c
 
 
 class Records:
-    """Contents by number, of which the last `num_slots` numbers are kept."""
+    """Contents by number, of which the last `num_slots` are kept."""
 
     def __init__(self, path: Path, num_slots: int, largest: int) -> None:
         self._num_slots, self._slot_bytes = num_slots, HEAD.size + largest
@@ -34,7 +35,7 @@ class Records:
         os.close(self._handle)
 
     def put(self, number: int, *parts: bytes | memoryview) -> None:
-        """Keep a record, its parts one after the other; on return it is safe on the disk."""
+        """Store a record, the concatenation of its parts; on return it is safe on the disk."""
         length = sum(map(len, parts))
         if length > self._slot_bytes - HEAD.size:
             raise ValueError(f"a record must have at most {self._slot_bytes - HEAD.size} bytes, got {length}.")
@@ -43,7 +44,7 @@ class Records:
         _flush(self._handle)
 
     def read(self) -> dict[int, bytes]:
-        """All records that are whole."""
+        """Read all complete records, by number."""
         found = {}
         for slot in range(self._num_slots):
             number, length, checksum = HEAD.unpack(os.pread(self._handle, HEAD.size, slot * self._slot_bytes))

@@ -1,4 +1,4 @@
-"""What a member says of itself: numbers for Prometheus, a summary for `byzpg watch` and the monitor, lines for logs."""
+"""The status of a member: numbers for Prometheus, a summary for `byzpg watch` and the monitor, and log lines."""
 
 import json
 import time
@@ -13,16 +13,16 @@ import numpy as np
 import prometheus_client
 
 State = Literal["starting", "running", "waiting", "stalled", "behind", "finished"]
-# Points of a learning curve, and steps whose times are remembered.
+# Points of a learning curve, and rounds whose times are remembered.
 CURVE_POINTS, RECENT_STEPS = 400, 200
 
 Sink = Callable[[dict[str, Any]], None]
 
 
 class Log:
-    """Events as one JSON object a line, to a file and to whoever listens."""
+    """Events as JSON, one object per line, written to a file and passed to an optional sink."""
 
-    # The same event of the same member is repeated no more often than this.
+    # Seconds after which `seldom` repeats an event about the same subject.
     PAUSE = 10.0
 
     def __init__(self, path: Path, name: str, sink: Sink | None) -> None:
@@ -31,7 +31,7 @@ class Log:
 
     def __call__(self, event: str, level: str = "info", **fields: Any) -> None:
         line = {"time": round(time.time(), 3), "level": level, "member": self._name, "event": event, **fields}
-        with suppress(OSError):  # a full disk is no reason to stop, as long as nothing else needs it
+        with suppress(OSError):  # a full disk is no reason to stop if only the log needs it
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         if self._sink is not None:
             self._sink(line)
@@ -40,6 +40,7 @@ class Log:
         self._file.close()
 
     def seldom(self, event: str, *about: Any, level: str = "info", pause: float = PAUSE, **fields: Any) -> None:
+        """Log an event, unless the same one about the same subject was logged within `pause` seconds."""
         now = time.monotonic()
         if now - self._last.get((event, *about), -pause) >= pause:
             self._last[event, *about] = now
@@ -56,26 +57,26 @@ class Numbers:
             return kind(f"byzpg_{name}", words, labels, registry=self.registry, **options)
 
         gauge, counter = prometheus_client.Gauge, prometheus_client.Counter
-        self.iteration = make(gauge, "iteration", "Iterations done.")
+        self.iteration = make(gauge, "iteration", "Iterations completed.")
         self.mean_return = make(gauge, "return", "Mean undiscounted return of this member's last episodes.")
         self.round_seconds = make(
             prometheus_client.Histogram,
             "round_seconds",
-            "Seconds a step took, from the member's own message to the last one it waited for.",
+            "Seconds from the member's own message of a round to the last one that it waited for.",
             buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
         )
-        self.rejected = make(counter, "messages_rejected", "Messages that did not count.", ("peer", "reason"))
-        self.missing = make(gauge, "peers_missing", "Members without a message in the last step.")
-        self.absences = make(counter, "absences", "Steps that ended without a member's message.", ("peer",))
-        self.diameter = make(gauge, "diameter", "Diameter of what was received last, attackers included.", ("phase",))
-        self.weight = make(gauge, "weight", "Weight that a member's last gradient got.", ("peer",))
-        self.equivocations = make(counter, "equivocations", "Contradictions that a member signed.", ("peer",))
-        self.stalled = make(gauge, "stalled", "1 while there are too few messages to go on.")
+        self.rejected = make(counter, "messages_rejected", "Messages that were not used.", ("peer", "reason"))
+        self.missing = make(gauge, "peers_missing", "Members without a message in the last round.")
+        self.absences = make(counter, "absences", "Rounds that ended without a member's message.", ("peer",))
+        self.diameter = make(gauge, "diameter", "Diameter of the last vectors, attackers included.", ("phase",))
+        self.weight = make(gauge, "weight", "Weight of a member's last gradient.", ("peer",))
+        self.equivocations = make(counter, "equivocations", "Equivocations of a member.", ("peer",))
+        self.stalled = make(gauge, "stalled", "1 while too few messages arrive to continue.")
         self.sent = make(gauge, "bytes_sent", "Bytes of messages sent, without TLS and HTTP/2.")
         self.received = make(gauge, "bytes_received", "Bytes of messages received, without TLS and HTTP/2.")
 
     def serve(self, address: str, port: int) -> Callable[[], None]:
-        """Answer scrapes; call the result to stop."""
+        """Serve the metrics over HTTP; call the result to stop."""
         try:
             server, thread = prometheus_client.start_http_server(port, address, self.registry)
         except (OSError, OverflowError) as error:
@@ -89,12 +90,12 @@ class Numbers:
         return stop
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Status:
-    """What a member knows of the run, for people to look at."""
+    """What a member knows about the run."""
 
-    names: tuple[str, ...]
-    own: int
+    names: tuple[str, ...]  # of all members
+    own: int  # this member's index
     num_iterations: int
     attack: str | None
     reward_threshold: float | None
@@ -106,7 +107,7 @@ class Status:
     present: list[bool] = field(default_factory=list)
     waiting_for: list[str] = field(default_factory=list)
     connected: set[int] = field(default_factory=set)
-    weights: np.ndarray | None = None  # [K], mean of the gradients' so far, decaying
+    weights: np.ndarray | None = None  # [K], a decaying mean of the gradients' weights
     diameters: dict[str, float] = field(default_factory=dict)
     rejected: Counter[tuple[int, str]] = field(default_factory=Counter)
     absences: Counter[int] = field(default_factory=Counter)
@@ -117,15 +118,18 @@ class Status:
     bytes: tuple[int, int] = (0, 0)  # sent, received
 
     def reject(self, sender: int | None, reason: str) -> None:
+        """Count a message that was not used; None is a sender outside the federation."""
         peer = "stranger" if sender is None else self.names[sender]
         self.rejected[-1 if sender is None else sender, reason] += 1
         self.numbers.rejected.labels(peer, reason).inc()
 
     def equivocated(self, sender: int) -> None:
+        """Count an equivocation."""
         self.equivocations[sender] += 1
         self.numbers.equivocations.labels(self.names[sender]).inc()
 
     def step_ended(self, present: list[bool], seconds: float) -> None:
+        """Record a round: whose message was there, and how long it took."""
         self.present = present
         self.step_seconds.append(seconds)
         self.numbers.round_seconds.observe(seconds)
@@ -136,6 +140,7 @@ class Status:
                 self.numbers.absences.labels(self.names[index]).inc()
 
     def combined(self, phase: int, diameter: float, weights: np.ndarray | None) -> None:
+        """Record what the rule of a round saw: the diameter of the vectors, and the weights [K] it gave them."""
         name = "gradients" if phase == 0 else "parameters"
         self.diameters[name] = diameter
         self.numbers.diameter.labels(name).set(diameter)
@@ -145,6 +150,7 @@ class Status:
                 self.numbers.weight.labels(name).set(float(weight))
 
     def iteration_ended(self, iteration: int, trajectories: int, mean_return: float) -> None:
+        """Record an iteration; old points of the curve are merged in pairs."""
         self.iteration = iteration
         self.numbers.iteration.set(iteration)
         self.numbers.mean_return.set(mean_return)
@@ -156,7 +162,7 @@ class Status:
             self.curve = [(b[0], (a[1] + b[1]) / 2) for a, b in pairs]
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data; what is said of others is what this member saw of them."""
+        """Plain data; `others` is what this member observed of the others."""
         recent = sorted(self.step_seconds)
         return {
             "name": self.names[self.own],

@@ -1,13 +1,13 @@
-"""What a member keeps on its disk, so that a crash costs it nothing but time.
+"""The files of a member, from which it continues after a crash.
 
-  owner.json        whose directory this is: member and manifest
-  random.key        the key of the member's own random numbers; its eyes alone
-  checkpoints.bin   the states at the beginning of this iteration and the last
-  outbox.bin        every message of these two, written before it is sent
-  evidence/*.json   contradictions that others have signed
-  progress.jsonl    a line per iteration
-  output.npy        θ_T̂, once iteration T̂ has come
-What a crash cuts off, a record or a line, does not count.
+  owner.json        the member and the manifest that the directory belongs to
+  random.key        the secret key of the member's random numbers
+  checkpoints.bin   the states at the beginning of this iteration and of the one before
+  outbox.bin        all messages of these two iterations, each written before it is sent
+  evidence/*.json   proofs of equivocation
+  progress.jsonl    one line per iteration
+  output.npy        θ_T̂, from iteration T̂ on
+A record or a line that a crash cut off is ignored.
 """
 
 import fcntl
@@ -27,7 +27,11 @@ from byzpg.live.records import Records
 
 
 class Store:
-    """One member's directory."""
+    """The directory of one member.
+
+    Raises:
+        ValueError: If the directory belongs to another member or manifest, or is in use.
+    """
 
     def __init__(self, path: Path, manifest: Manifest, member: Member) -> None:
         self.path = path
@@ -39,18 +43,18 @@ class Store:
                 found = json.loads(existing.read_text())
                 whose = f"member {found['member']} of run {found['run']}"
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{existing} is broken: choose another --directory.") from None
+                raise ValueError(f"{existing} is broken: choose another directory.") from None
             if found != owner:
-                raise ValueError(f"{path} belongs to {whose}, or to another manifest: choose another --directory.")
+                raise ValueError(f"{path} belongs to {whose}, or to another manifest: choose another directory.")
         elif any(each.name != "lock" and not each.name.startswith(".owner.json.") for each in path.iterdir()):
-            raise ValueError(f"{path} is not an empty directory, nor one of a member: choose another --directory.")
-        # A second process of one member would contradict the first.
+            raise ValueError(f"{path} is neither empty nor the directory of a member: choose another directory.")
+        # Two processes of one member would equivocate.
         self._lock = (path / "lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            raise ValueError(f"{path} is in use: member {member.name} is running already.") from None
+            raise ValueError(f"{path} is in use: member {member.name} is already running.") from None
         text = json.dumps(owner, indent=2) + "\n"
         write_atomically(existing, lambda file: file.write(text.encode()))
         self._open: list[Records] = []
@@ -58,17 +62,17 @@ class Store:
         self._progress = (path / "progress.jsonl").open("ab+")
         if self._progress.tell():
             self._progress.seek(-1, os.SEEK_END)
-            if self._progress.read() != b"\n":  # the next line must not be lost with one that a crash cut off
+            if self._progress.read() != b"\n":  # a crash cut off the last line; the next one must not be lost with it
                 self._progress.write(b"\n")
 
     def close(self) -> None:
-        while self._open:  # closing one twice would close somebody else's
+        while self._open:  # each once: a second time, its number may belong to another file
             self._open.pop().close()
         self._progress.close()
         self._lock.close()
 
     def random_key(self) -> np.ndarray:
-        """The key of the member's own random numbers [2], drawn once."""
+        """The key of the member's random numbers [2], drawn once."""
         path = self.path / "random.key"
         if not path.is_file():
             temporary = path.with_suffix(".new")
@@ -84,13 +88,13 @@ class Store:
             raise ValueError(f"{path} is broken: it must hold 16 digits of 0-9 and a-f.") from None
 
     def records(self, name: str, num_slots: int, largest: int) -> Records:
-        """A file of records in this directory, open until the store is closed."""
+        """Open a file of records in this directory, until the store is closed."""
         opened = Records(self.path / name, num_slots, largest)
         self._open.append(opened)
         return opened
 
     def keep_evidence(self, manifest: Manifest, evidence: Evidence, heads: tuple[bytes, bytes]) -> Path:
-        """Two heads that one member signed for one step."""
+        """Write the heads of two messages that one member signed for one step."""
         first, second = evidence
         member = manifest.members[first.sender]
         digests = "-".join(sorted((first.digest.hex()[:8], second.digest.hex()[:8])))
@@ -111,25 +115,27 @@ class Store:
         return path
 
     def num_evidence(self, name: str) -> int:
-        """How much there is against a member."""
+        """How many proofs against a member there are."""
         if name not in self._num_evidence:
             self._num_evidence[name] = len(list((self.path / "evidence").glob(f"*-{name}-*.json")))
         return self._num_evidence[name]
 
     def keep_output(self, parameters: np.ndarray) -> None:
-        """θ_T̂, the parameters of the uniformly drawn iteration."""
+        """Write θ_T̂, the parameters of the uniformly drawn iteration."""
         write_atomically(self.path / "output.npy", lambda file: np.save(file, parameters, allow_pickle=False))
 
     def output(self) -> np.ndarray | None:
+        """θ_T̂, or None before iteration T̂."""
         path = self.path / "output.npy"
         return np.load(path, allow_pickle=False) if path.is_file() else None
 
     def append_progress(self, values: dict[str, Any]) -> None:
+        """Write a line about an iteration."""
         self._progress.write(json.dumps(values).encode() + b"\n")
         self._progress.flush()
 
     def read_progress(self) -> list[dict[str, Any]]:
-        """A dictionary per iteration, the last one written where an iteration was done twice."""
+        """One dictionary per iteration; if an iteration was done twice, the last one written."""
         path = self.path / "progress.jsonl"
         found: dict[int, dict[str, Any]] = {}
         for line in path.read_text().splitlines() if path.is_file() else []:

@@ -1,12 +1,12 @@
 """Messages as bytes: a fixed head, a signature over it, receipts, and raw little-endian float32.
 
     head       magic, version, kind, sender, iteration, phase, dimension, manifest hash, run id, content digest
-    signature  Ed25519 over TAG and the head; the digest in it is SHA-256 of all that follows, so it is over everything
-    receipts   of the step before: sender, digest, signature each
+    signature  Ed25519 over TAG and the head, and so over everything: the head's digest is SHA-256 of all that follows
+    receipts   of the round before: sender, digest and signature of each
     vector     dimension × float32
 
-The head is all that a signature needs: two heads prove a contradiction without the vectors. Decoding never raises
-anything but `Rejected`, and looks at nothing larger than the manifest says a message can be.
+A signature needs only the head, so two heads prove equivocation without the vectors. Decoding raises nothing but
+`Rejected`, and refuses everything that is larger than a message of this manifest can be.
 """
 
 import struct
@@ -35,27 +35,27 @@ BARRIER = 0xFFFF  # the phase of a barrier
 
 
 class Rejected(ValueError):
-    """Bytes that are no message, or none from this sender in this run. The reason is one word, for counting."""
+    """The bytes are not a message from this sender in this run. The reason is one word, for counting."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Codec:
-    """The messages of one run, as bytes."""
+    """Encodes and decodes the messages of one run."""
 
     course: Course
-    manifest: bytes  # digest, 32 bytes
-    run: bytes  # 16 bytes
+    manifest: bytes  # its digest, 32 bytes
+    run: bytes  # its id, 16 bytes
     dimension: int  # d
     state_dimension: int
-    keys: Sequence[ed25519.Ed25519PublicKey]
+    keys: Sequence[ed25519.Ed25519PublicKey]  # of all members
 
     @cached_property
     def largest(self) -> int:
-        """Bytes of the largest message there can be."""
+        """The size in bytes of the largest possible message."""
         return FIXED_BYTES + self.course.num_members * RECEIPT.size + 4 * max(self.dimension, self.state_dimension)
 
     def encode(
@@ -66,7 +66,7 @@ class Codec:
         receipts: Sequence[Receipt],
         signing: ed25519.Ed25519PrivateKey,
     ) -> Message:
-        """The signed message of this member."""
+        """Sign a message of this member."""
         packed = b"".join(RECEIPT.pack(each.sender, each.digest, each.signature) for each in receipts)
         raw = np.ascontiguousarray(vector, "<f4").data.cast("B") if len(vector) else b""
         hashed = sha256(packed)
@@ -78,7 +78,11 @@ class Codec:
         return Message(kind, self.course.own, step, vector, tuple(receipts), digest, signature, frame)
 
     def decode(self, frame: bytes, sender: int) -> Message:
-        """The message in `frame`, which came over the connection of member `sender`."""
+        """Read a message that came over the connection of member `sender`.
+
+        Raises:
+            Rejected: If the frame is not a message from this member in this run.
+        """
         if len(frame) < FIXED_BYTES or len(frame) > self.largest:
             raise Rejected("size")
         fields = HEAD.unpack_from(frame)
@@ -119,13 +123,13 @@ class Codec:
         return Message(kind, sender, step, vector, receipts, digest, signature, frame)
 
     def verify(self, receipt: Receipt) -> bool:
-        """Whether the member that a receipt names has signed it, for a vector of this run."""
+        """Whether the member that a receipt names has signed it for a vector of this run."""
         if not 0 <= receipt.step <= self.course.last or not 0 <= receipt.sender < len(self.keys):
             return False
         return self._verified(receipt.sender, self.head(receipt), receipt.signature)
 
     def head(self, receipt: Receipt) -> bytes:
-        """The head that a receipt of a vector stands for."""
+        """The head of the vector that a receipt belongs to."""
         dimension = self._dimension("vector", receipt.step)
         return self._head("vector", receipt.sender, receipt.step, dimension, receipt.digest)
 
@@ -170,7 +174,18 @@ class Codec:
 
 
 def verify_evidence(manifest: Manifest, evidence: object) -> str:
-    """Who contradicted itself and where, in words; an error where that is not proven."""
+    """Check the proof that a member equivocated.
+
+    Args:
+        manifest: The manifest of the run.
+        evidence: The content of a file in `evidence/`.
+
+    Returns:
+        Which member equivocated and where, in words.
+
+    Raises:
+        ValueError: If the evidence does not prove it.
+    """
     try:
         (first, one), (second, other) = (
             (bytes.fromhex(each["head"]), bytes.fromhex(each["signature"]))
@@ -178,14 +193,14 @@ def verify_evidence(manifest: Manifest, evidence: object) -> str:
         )
         fields, against = HEAD.unpack(first), HEAD.unpack(second)
     except (KeyError, TypeError, ValueError, struct.error):
-        raise ValueError("this is no evidence: it must hold two messages, a head and a signature each.") from None
+        raise ValueError("this is no evidence: it must hold two messages, each with a head and a signature.") from None
     magic, version, kind, sender, iteration, phase, *_, digest, run, _ = fields
     if fields[:-1] != against[:-1] or fields[-1] == against[-1]:
-        raise ValueError("the two messages do not contradict each other: they must differ in their content alone.")
+        raise ValueError("the two messages are no equivocation: they must differ in their content and in nothing else.")
     if (magic, version, kind) != (MAGIC, VERSION, KINDS.index("vector")):
-        raise ValueError("the two messages are none whose contradiction is forbidden.")
+        raise ValueError("the two messages are not vectors: a member may send different messages of other kinds.")
     if digest != manifest.digest or run != UUID(manifest.run).bytes or sender >= len(manifest.members):
-        raise ValueError("the two messages are not of this manifest and run.")
+        raise ValueError("the two messages do not belong to this manifest and run.")
     member = manifest.members[sender]
     for head, signature in ((first, one), (second, other)):
         try:
