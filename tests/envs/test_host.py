@@ -437,9 +437,9 @@ def forgotten_tasks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("forgotten_tasks")
-def test_the_readmes_own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file of the README, in under twenty lines, from another directory and with a short run."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_tutorials_own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of the tutorial, in under twenty lines, from another directory and with a short run."""
+    text = (Path(__file__).parents[2] / "docs" / "tutorials" / "own-task.md").read_text()
     program = next(block for block in text.split("```python\n") if "class Thermostat" in block).split("\n```")[0]
     assert len(program.splitlines()) < 20
     (tmp_path / "my_task.py").write_text(program)
