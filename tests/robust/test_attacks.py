@@ -63,7 +63,7 @@ def honest_rows(knowledge: Knowledge) -> np.ndarray:
     return np.delete(np.asarray(knowledge.vectors, np.float64), np.asarray(knowledge.byzantine), axis=0)
 
 
-def told(attack: Attack, knowledge: Knowledge) -> np.ndarray:
+def sent(attack: Attack, knowledge: Knowledge) -> np.ndarray:
     return np.asarray(any_hook(attack)(knowledge, ALL_AGENTS))
 
 
@@ -98,7 +98,7 @@ def test_message_contract(row):
     close(jitted, eager)
     np.testing.assert_array_equal(ask(knowledge, ALL_AGENTS), jitted)
     assert np.array_equal(ask(known(key=1), ALL_AGENTS), jitted, equal_nan=True) != row.draws
-    # Asked one at a time, receivers are told what they are told together.
+    # Receivers that are asked for one at a time get the same messages as all together.
     alone = np.concatenate([ask(knowledge, jnp.asarray([receiver])) for receiver in range(K)])
     close(alone, np.broadcast_to(eager, (K, len(ATTACKERS), D)))
     assert np.array_equal(alone, np.tile(alone[:1], (K, 1, 1)), equal_nan=True) != row.equivocates
@@ -108,7 +108,7 @@ def test_message_contract(row):
 def test_target_says_which_messages_are_false(row):
     knowledge, receivers = known(), jnp.asarray([0, K - 1])
     truth, false_messages = np.asarray(knowledge.vectors)[None, ATTACKERS], object()
-    assert np.allclose(told(row.attack, knowledge), truth) == (row.target is None)
+    assert np.allclose(sent(row.attack, knowledge), truth) == (row.target is None)
     if row.target is None:
         for phase in PHASES:
             np.testing.assert_array_equal(row.attack.messages(phase, knowledge, receivers), truth)
@@ -187,7 +187,7 @@ GOLDEN = (
 @pytest.mark.parametrize(("attack", "twin"), GOLDEN, ids=lambda item: str(item) if isinstance(item, Attack) else "")
 def test_golden(attack, twin):
     for knowledge in (known(1), known(2)):
-        close(told(attack, knowledge)[0], np.tile(twin(honest_rows(knowledge), len(ATTACKERS)), (len(ATTACKERS), 1)))
+        close(sent(attack, knowledge)[0], np.tile(twin(honest_rows(knowledge), len(ATTACKERS)), (len(ATTACKERS), 1)))
 
 
 def test_alie_factor():
@@ -198,13 +198,13 @@ def test_alie_factor():
 def test_golden_by_hand():
     knowledge = known()
     truth = np.asarray(knowledge.truth())[0]
-    np.testing.assert_array_equal(told(attacks.SignFlip(scale=3.0), knowledge), -3 * truth[None])
-    np.testing.assert_array_equal(told(attacks.Zero(), knowledge), 0 * truth[None])
+    np.testing.assert_array_equal(sent(attacks.SignFlip(scale=3.0), knowledge), -3 * truth[None])
+    np.testing.assert_array_equal(sent(attacks.Zero(), knowledge), 0 * truth[None])
     poisoned = truth.copy()
     poisoned[:, 0] = [np.nan, np.inf, -np.inf]
-    np.testing.assert_array_equal(told(attacks.NonFinite(), knowledge), poisoned[None])
-    assert np.isnan(told(attacks.Silent(), knowledge)).all()
-    halves = told(attacks.Equivocate(scale=2.0), knowledge)
+    np.testing.assert_array_equal(sent(attacks.NonFinite(), knowledge), poisoned[None])
+    assert np.isnan(sent(attacks.Silent(), knowledge)).all()
+    halves = sent(attacks.Equivocate(scale=2.0), knowledge)
     np.testing.assert_array_equal(halves[:7], np.tile(truth, (7, 1, 1)))  # 13 receivers: 7 and 6
     np.testing.assert_array_equal(halves[7:], np.tile(-2 * truth, (6, 1, 1)))
 
@@ -212,11 +212,11 @@ def test_golden_by_hand():
 def test_dissensus():
     knowledge = known()
     rows, honest = np.asarray(knowledge.vectors), honest_rows(knowledge)
-    messages = told(attacks.Dissensus(scale=0.7), knowledge)
+    messages = sent(attacks.Dissensus(scale=0.7), knowledge)
     for receiver in range(K):
         close(messages[receiver], np.tile(twins.attack_dissensus(rows[receiver], honest, 3, 0.7), (3, 1)))
     # With scale 1, plain averaging leaves every honest receiver where it is.
-    stuck = told(attacks.Dissensus(), knowledge)
+    stuck = sent(attacks.Dissensus(), knowledge)
     for receiver in HONEST:
         close((honest.sum(axis=0) + stuck[receiver].sum(axis=0)) / K, rows[receiver])
 
@@ -225,18 +225,18 @@ def test_dissensus():
 
 
 def test_avg_zero_makes_the_plain_mean_zero():
-    honest, messages = honest_rows(known()), told(attacks.AvgZero(), known())[0]
+    honest, messages = honest_rows(known()), sent(attacks.AvgZero(), known())[0]
     assert np.abs(honest.mean(axis=0)).max() > 0.1
     close((honest.sum(axis=0) + messages.sum(axis=0)) / K, np.zeros(D), 1e-6)
 
 
 def test_large_noise_is_uniform_and_fresh_for_every_receiver():
     knowledge = known(dimension=2000)
-    noise = told(attacks.LargeNoise(), knowledge)
+    noise = sent(attacks.LargeNoise(), knowledge)
     assert_uniform(noise, 1000.0)
     streams = noise.reshape(K * len(ATTACKERS), -1) / np.linalg.norm(noise, axis=2).reshape(-1, 1)
     assert np.abs(np.triu(streams @ streams.T, 1)).max() < 6 / np.sqrt(2000)  # no two senders or receivers alike
-    close(told(attacks.LargeNoise(scale=1.0), knowledge), noise / 1000)
+    close(sent(attacks.LargeNoise(scale=1.0), knowledge), noise / 1000)
 
 
 def test_mda_fooling_is_accepted_and_as_long_as_it_can_be():
@@ -244,7 +244,7 @@ def test_mda_fooling_is_accepted_and_as_long_as_it_can_be():
     honest, rows = honest_rows(knowledge), np.asarray(knowledge.vectors)
     inner = honest[twins.mda_subset(honest, len(ATTACKERS))]  # K − 2f of the K − f honest
     limit, middle = twins.diameter(inner), inner.mean(axis=0)
-    messages = told(attacks.MDAFooling(), knowledge)
+    messages = sent(attacks.MDAFooling(), knowledge)
     assert not np.allclose(messages[0], messages[-1])  # the two halves of the receivers get opposite ones
     for receiver in HONEST:
         assert np.ptp(messages[receiver], axis=0).max() == 0
@@ -284,14 +284,14 @@ def test_line_search_finds_the_worst_factor(search, rule):
         found = np.asarray(false_messages(knowledge, ALL_AGENTS))[0]
         factor = (found[0] - mean) @ direction / (direction @ direction)
         assert np.abs(factors / factor - 1).min() < 1e-3
-        harm = [damage(told(attack, knowledge)[0]) for attack in plain]
+        harm = [damage(sent(attack, knowledge)[0]) for attack in plain]
         np.testing.assert_allclose(harm, [damage(mean + t * direction) for t in factors], rtol=1e-3)
         assert damage(found) == pytest.approx(max(harm), rel=1e-3)
         gains.append(max(harm) / min(harm))
     assert max(gains) > 1.5  # there was something to search for
 
 
-# Who is Byzantine
+# Which agents attack
 
 
 def test_fixed_set():

@@ -88,8 +88,8 @@ def test_the_constant_is_the_definition(direction):
     ratios = []
     for cloud in clouds_of(7):
         honest = cloud[: K - F]
-        lie = twins.attack_min_max(honest, F, direction)
-        moved = twins.median(np.concatenate([honest, np.tile(lie, (F, 1))]), F) - honest.mean(axis=0)
+        message = twins.attack_min_max(honest, F, direction)
+        moved = twins.median(np.concatenate([honest, np.tile(message, (F, 1))]), F) - honest.mean(axis=0)
         h = len(honest)
         ratios.append(moved @ moved / (ALPHA * twins.squared_distances(honest).sum() / (h * (h - 1))))
     assert result.measured["C_ra"] == pytest.approx(max(ratios), rel=1e-3)
@@ -104,8 +104,8 @@ def test_contraction_and_drift_are_the_definition(rule):
     for cloud in clouds_of(0):
         before, after = cloud[: K - F], np.empty((K - F, D))
         for own in range(K - F):
-            lie = twins.attack_dissensus(cloud[own], before, F, 1.0)
-            received = np.concatenate([before, np.tile(lie, (F, 1))])
+            message = twins.attack_dissensus(cloud[own], before, F, 1.0)
+            received = np.concatenate([before, np.tile(message, (F, 1))])
             after[own] = (twins.agree_trimmed_mean if rule.per_coordinate else twins.agree_mda)(received, own, F)
         moved = after.mean(axis=0) - before.mean(axis=0)
         if rule.per_coordinate:

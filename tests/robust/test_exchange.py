@@ -36,17 +36,17 @@ def ask(rule, attack, phase: Any = "gradients", attackers=ATTACKERS, vectors=Non
 @partial(jax.jit, static_argnames=("attack", "phase", "rule"))
 def messages(attack, phase, attackers, vectors, receivers, rule) -> jax.Array:
     knowledge = Knowledge(vectors, attackers, jnp.asarray(0), attack_key(KEY), rule, F)
-    told = attack.messages(phase, knowledge, receivers)
-    return jnp.broadcast_to(told, (len(receivers), *told.shape[1:]))
+    sent = attack.messages(phase, knowledge, receivers)
+    return jnp.broadcast_to(sent, (len(receivers), *sent.shape[1:]))
 
 
 def held(attack, phase, attackers, vectors, receivers, rule=None) -> np.ndarray:
     """What each of `receivers` holds [r, K, d]: true vectors, except for the messages of the other attackers."""
     rule = rule if attack.uses_rule else None
-    told = np.asarray(messages(attack, phase, np.asarray(attackers), vectors, np.asarray(receivers), rule))
+    sent = np.asarray(messages(attack, phase, np.asarray(attackers), vectors, np.asarray(receivers), rule))
     rows = np.tile(np.asarray(vectors), (len(receivers), 1, 1))
     for position, receiver in enumerate(receivers):
-        for attacker, message in zip(attackers, told[position], strict=True):
+        for attacker, message in zip(attackers, sent[position], strict=True):
             if attacker != receiver:
                 rows[position, attacker] = message
     return rows
@@ -117,7 +117,7 @@ def assert_law(results, rule, attack, phase="gradients", attackers=ATTACKERS, ve
 
 @dataclass(frozen=True)
 class HalfSilent(attacks.Equivocate):
-    """Nothing to every other receiver, −1 × the truth to the rest."""
+    """Attackers send nothing to every other receiver, and −1 × the truth to the rest."""
 
     def lie(self, knowledge, receivers):
         return jnp.where(receivers[:, None, None] % 2, jnp.nan, -knowledge.truth())
@@ -224,7 +224,7 @@ def test_a_search_cut_short_is_a_clear_error():
 
 
 def test_too_few_usable_vectors_give_nan():
-    # Two are silent and one is declared: honest receivers lack one vector; an attacker knows its own and has enough.
+    # Two are silent and f = 1: honest receivers lack one vector, but an attacker knows its own and has enough.
     results = np.asarray(ask(aggregators.Mean(), attacks.Silent(), attackers=(1, 4), f=1)[0])
     assert np.isnan(np.delete(results, (1, 4), axis=0)).all()
     assert np.isfinite(results[[1, 4]]).all()
@@ -328,13 +328,14 @@ class WatchedSplit(attacks.Equivocate):
 @pytest.fixture
 def group_bytes(monkeypatch):
     """A function that sets GROUP_BYTES, which is read when `exchange` is traced."""
+    program: Any = module._exchange
 
     def set_to(size):
         monkeypatch.setattr(module, "GROUP_BYTES", size)
-        module._exchange.clear_cache()
+        program.clear_cache()
 
     yield set_to
-    module._exchange.clear_cache()
+    program.clear_cache()
 
 
 WATCHED = WatchedSplit(scale=3.0)

@@ -1,16 +1,19 @@
-"""Every robust aggregation rule (Aggregate: [K, d] → [d]) and every pre-aggregator.
+"""Aggregation rules (Aggregate: [K, d] → [d]) and pre-aggregators.
 
-Notation: of K rows, n are usable (present, finite, norm below 1e18), and f of K are declared Byzantine. A row that is
-not usable counts against f, so K − f rows are kept whatever is missing, and f' = f − (K − n) faults are left to fear
-among the usable ones: a rule on K rows with some missing is the same rule on the usable rows with f'.
+Notation: K rows are received, and at most f of them are Byzantine. n of the K rows are usable: they are present, finite
+and shorter than 1e18. A row that is not usable counts against f, so f' = f − (K − n) of the usable rows may still be
+Byzantine. A rule on K rows with some missing is the same rule on the n usable rows with f'.
 
 `robustness_bound(K, f)` is the published bound κ on ‖F(x) − x̄_S‖² / (1/|S| Σ_{i∈S} ‖x_i − x̄_S‖²) over every subset S of
-K − f rows (Allouah et al. 2023, "Fixing by Mixing"); None where none is known to us.
+K − f rows (Allouah et al. 2023, "Fixing by Mixing"). It is None where no bound is known to us.
+
+The examples start from `import jax`, `import jax.numpy as jnp` and `from byzpg.robust import *`. They aggregate five
+rows: four honest ones around (2, 2), and one from an attacker.
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,49 +27,83 @@ from byzpg.robust.rules import Rule, WeightedRule, apply_rule
 
 
 class Aggregator(Rule):
-    """An aggregation rule, called as rule(received, num_byzantine=f, present=None, key=None)."""
+    """An aggregation rule: it turns the K vectors that were received into one.
+
+    Subclass `WeightedAggregator` for a rule that is a weighted mean of the rows, or this class for any other rule.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(Krum()(rows, num_byzantine=1), Krum().weights(rows, num_byzantine=1))
+        [2. 2.] [0. 1. 0. 0. 0.]
+    """
 
     def __call__(
         self, received: Vectors, *, num_byzantine: int, present: Vectors | None = None, key: Array | None = None
     ) -> Array:
-        """Aggregate `received` [K, d], of which `present` [K] (bool, default all) arrived, into one vector [d].
+        """Aggregate the rows that were received.
 
-        Under jit or vmap, where the values are not known yet, fewer than K − f usable rows give NaN, not an error.
+        Args:
+            received: The vectors [K, d], one row per sender, float32 or float64.
+            num_byzantine: f, the number of Byzantine rows to tolerate.
+            present: Which rows [K] have arrived (bool); all of them by default.
+            key: Random key, for randomised rules such as `Bucketing`.
+
+        Returns:
+            One vector [d]. Under jit or vmap it is NaN where a plain call would raise the last error below.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If the rule does not tolerate f of K, a shape is wrong, or fewer than K − f rows are usable.
         """
         return apply_rule(self, received, num_byzantine=num_byzantine, present=present, key=key).result
 
     def weights(
         self, received: Vectors, *, num_byzantine: int, present: Vectors | None = None, key: Array | None = None
     ) -> Array:
-        """The weight [K] each row has in the result: who was trusted, who was dropped."""
+        """Return the weight [K] of each row in the result: 0 for a row that the rule discards.
+
+        The arguments are those of a call. A rule that is not a weighted mean of the rows raises a TypeError.
+        """
         applied = apply_rule(self, received, num_byzantine=num_byzantine, present=present, key=key, with_weights=True)
         assert applied.weights is not None
         return applied.weights
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
+        """Return the published bound κ(K, f), see the head of this module; None if no bound is known."""
         return None
 
 
 class WeightedAggregator(WeightedRule, Aggregator):
-    """An aggregator that is a weighted mean of the rows."""
+    """An aggregation rule that is a weighted mean of the rows. Subclasses implement `coefficients`."""
 
 
 def _faults_left(num_points: int, num_usable: Array, num_byzantine: int) -> Array:
-    """f' = f − (points missing)."""
+    """f' = f − (number of missing points)."""
     return num_byzantine - (num_points - num_usable)
 
 
 def krum_scores(cloud: Cloud, count: int) -> Array:
-    """Σ of the `count` smallest squared distances of each point, its own zero among them; ∞ if it is not usable."""
+    """Return, for each point, the sum of its `count` smallest squared distances; ∞ if the point is not usable.
+
+    The zero distance of a point to itself is one of the `count`.
+    """
     return jnp.where(cloud.usable, sum_of_smallest(cloud.distances(), count), jnp.inf)
 
 
-# Rules per coordinate
+# Rules that work in each coordinate
 
 
 @dataclass(frozen=True)
 class Mean(WeightedAggregator):
-    """The mean of the usable rows. Not robust: the baseline that one attacker moves anywhere."""
+    """The plain mean of the usable rows: not robust, since a single attacker can move it anywhere.
+
+    It is the baseline for comparisons, and accepts any f < K.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(Mean()(rows, num_byzantine=1).round(1))
+        [ 19.6 -16.4]
+    """
 
     bound: ClassVar[str] = "f < K"
 
@@ -78,7 +115,7 @@ class Mean(WeightedAggregator):
 
 
 def _sorted(rows: list[Array], usable: list[Array]) -> tuple[list[Array], Array]:
-    """Values in ascending order per coordinate, missing ones last as +∞, and the number of usable rows."""
+    """Sort the values of each coordinate, missing ones last as +∞; also return the number of usable rows."""
     values = [jnp.where(here, row, jnp.inf) for row, here in zip(rows, usable, strict=True)]
     return ascending(values), lax.optimization_barrier(jnp.sum(jnp.stack(usable)))
 
@@ -98,7 +135,7 @@ def _middle(values: list[Array], num_usable: Array) -> Array:
 
 
 def _mean_around_median(rows: list[Array], usable: list[Array], count: Array | int) -> Array:
-    """Per coordinate the mean of the `count` usable values nearest to their median, of two as near the smaller."""
+    """In each coordinate, average the `count` usable values nearest to their median; ties go to the smaller value."""
     median = _middle(*_sorted(rows, usable))
     gaps = [jnp.where(here, jnp.abs(row - median), jnp.inf) for row, here in zip(rows, usable, strict=True)]
     limit = _sum_between(ascending(gaps), jnp.asarray(count) - 1, jnp.asarray(count))
@@ -116,7 +153,15 @@ def _mean_around_median(rows: list[Array], usable: list[Array], count: Array | i
 
 @dataclass(frozen=True)
 class Median(Aggregator):
-    """Coordinate-wise median; of an even number of values, the mean of the two middle ones (Yin et al. 2018)."""
+    """The coordinate-wise median (Yin et al. 2018).
+
+    Of an even number of values, it is the mean of the two middle ones. Tolerates f < K/2.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(Median()(rows, num_byzantine=1))
+        [2. 2.]
+    """
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return _middle(*_sorted(*cloud.rows()))
@@ -127,7 +172,15 @@ class Median(Aggregator):
 
 @dataclass(frozen=True)
 class TrimmedMean(Aggregator):
-    """Per coordinate, the mean without the f' smallest and the f' largest values (Yin et al. 2018)."""
+    """The mean without the f smallest and the f largest values, in each coordinate (Yin et al. 2018).
+
+    With missing rows, f' values are dropped at either end. Tolerates f < K/2.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(TrimmedMean()(rows, num_byzantine=1).round(1))
+        [2.3 1.7]
+    """
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         values, num_usable = _sorted(*cloud.rows())
@@ -141,7 +194,15 @@ class TrimmedMean(Aggregator):
 
 @dataclass(frozen=True)
 class MeaMed(Aggregator):
-    """Mean around the median: per coordinate, the mean of the K − f values nearest to it (Xie et al. 2018)."""
+    """Mean around the median: in each coordinate, the mean of the K − f values nearest to it (Xie et al. 2018).
+
+    Of two values equally near to the median, the smaller one is preferred. Tolerates f < K/2.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(MeaMed()(rows, num_byzantine=1))
+        [2. 2.]
+    """
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return _mean_around_median(*cloud.rows(), cloud.num_points - num_byzantine)
@@ -149,11 +210,18 @@ class MeaMed(Aggregator):
 
 @dataclass(frozen=True)
 class Bulyan(Aggregator):
-    """Krum picks n − 2f' rows one after the other; then the mean of the n − 4f' values nearest to their median.
+    """Krum selects K − 2f rows, one after the other; MeaMed then averages them (El Mhamdi et al. 2018).
 
-    El Mhamdi et al. 2018; needs K ≥ 4f + 3. A row's score is the sum of its r − f' − 2 smallest squared distances
-    to the other r − 1 rows still there. The last picks have r < f' + 3 rows left, which the paper passes over:
-    one distance is used then.
+    When r rows are left to select from, the score of a row is the sum of its r − f' − 2 smallest squared distances to
+    the others. In each coordinate, the n − 4f' values nearest to the median of the n − 2f' selected ones are averaged.
+    Needs K ≥ 4f + 3.
+
+    Deviation: for the last selections, r < f' + 3, and the paper does not define the score. It is one distance here.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [1, 2], [2, 1], [90, -90]])  # the last is an attacker's
+        >>> print(Bulyan()(rows, num_byzantine=1).round(1))
+        [1.7 2. ]
     """
 
     bound: ClassVar[str] = "K ≥ 4f + 3"
@@ -177,15 +245,23 @@ class Bulyan(Aggregator):
         return _mean_around_median(*cloud.rows(cloud.usable & ~left), num_usable - 4 * faults)
 
 
-# Rules that choose or weigh whole rows
+# Rules that select or weight whole rows
 
 
 @dataclass(frozen=True)
 class Krum(WeightedAggregator):
-    """The row with the least sum of squared distances to its nearest rows: argmin_i Σ_{j∈S_i} ‖x_j − x_i‖².
+    """The row that is nearest to its neighbours, by squared distances (Blanchard et al. 2017).
 
-    Blanchard et al. 2017. neighbours: "paper" counts the K − f nearest rows including itself (Jordan et al. 2024),
-    "original" the K − f − 2 nearest others.
+    argmin_i Σ_{j∈S_i} ‖x_j − x_i‖², where S_i are the rows nearest to x_i. Tolerates f < K/4.
+
+    Args:
+        neighbours: The size of S_i. "paper" counts the K − f nearest rows including x_i itself (Jordan et al. 2024);
+            "original" counts the K − f − 2 nearest others (Blanchard et al. 2017).
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(Krum()(rows, num_byzantine=1))
+        [2. 2.]
     """
 
     bound: ClassVar[str] = "f < K/4"
@@ -211,7 +287,15 @@ class Krum(WeightedAggregator):
 
 @dataclass(frozen=True)
 class MultiKrum(Krum):
-    """The mean of the K − f rows with the least Krum scores (Blanchard et al. 2017); needs K > 2f + 2."""
+    """The mean of the K − f rows with the lowest Krum scores (Blanchard et al. 2017).
+
+    Needs K > 2f + 2. The option `neighbours` is that of `Krum`.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(MultiKrum().weights(rows, num_byzantine=1))
+        [0.25 0.25 0.25 0.25 0.  ]
+    """
 
     bound: ClassVar[str] = "K > 2f + 2"
 
@@ -223,13 +307,31 @@ class MultiKrum(Krum):
         return cloud.mean_of(smallest(self._scores(cloud, num_byzantine), keep))
 
 
+class _WeiszfeldState(NamedTuple):
+    current: Array  # coefficients [n + 1] of z
+    iteration: Array
+    moving: Array  # bool: the last step was longer than the tolerance
+
+
 @dataclass(frozen=True)
 class RFA(WeightedAggregator):
-    """The geometric median argmin_z Σ_i ‖z − x_i‖ by smoothed Weiszfeld steps (Pillutla et al. 2022).
+    """The geometric median argmin_z Σ_i ‖z − x_i‖, by smoothed Weiszfeld steps (Pillutla et al. 2022).
 
-    z ← Σ β_i x_i / Σ β_i with β_i = 1/max(ν, ‖z − x_i‖), until a step is shorter than `tolerance` times the median
-    distance to the rows. start: "multikrum" begins at MultiKrum's result, because from the mean, which attackers can
-    move far away, each step comes back only by a factor f/(K − f); "zero" begins at the origin.
+    z ← Σ β_i x_i / Σ β_i with β_i = 1/max(ν, ‖z − x_i‖), until a step is short. Tolerates f < K/2.
+
+    Deviation: the iteration starts at MultiKrum's result instead of the mean. Attackers can move the mean far away, and
+    each step brings it back only by a factor f/(K − f).
+
+    Args:
+        smoothing: ν, the distance below which weights stop growing.
+        max_iterations: The largest number of steps.
+        tolerance: Stop when a step is shorter than this times the median distance to the rows.
+        start: Where to start, "multikrum" or "zero" (the origin).
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(RFA()(rows, num_byzantine=1).round(1))
+        [2. 2.]
     """
 
     smoothing: float = 1e-6
@@ -246,28 +348,27 @@ class RFA(WeightedAggregator):
 
     @staticmethod
     def reference() -> "RFA":
-        """Eight steps from zero with ν = 0.1, as the published implementations run it."""
+        """Return the rule as published implementations run it: eight steps from zero with ν = 0.1."""
         return RFA(smoothing=0.1, max_iterations=8, tolerance=0.0, start="zero")
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            current, iteration, _ = state
-            gaps = cloud.distances_to(current)[:-1]
+        def step(state: _WeiszfeldState) -> _WeiszfeldState:
+            gaps = cloud.distances_to(state.current)[:-1]
             weights = jnp.where(cloud.usable, 1 / jnp.maximum(gaps, self.smoothing), 0)
             following = jnp.append(weights / jnp.sum(weights), 0)
-            moved = _length(cloud, following - current)
+            moved = _length(cloud, following - state.current)
             # The median distance, not the largest: one far attacker must not make every step look short.
             scale = kth_smallest(jnp.where(cloud.usable, gaps, jnp.inf), (cloud.num_points - num_byzantine) // 2)
-            return following, iteration + 1, moved > self.tolerance * scale
+            return _WeiszfeldState(following, state.iteration + 1, moved > self.tolerance * scale)
 
         robust = MultiKrum().coefficients(cloud, num_byzantine, key)
         start = cloud.origin() if self.start == "zero" else robust
-        result, _, _ = lax.while_loop(
-            lambda state: state[2] & (state[1] < self.max_iterations),
+        last = lax.while_loop(
+            lambda state: state.moving & (state.iteration < self.max_iterations),
             step,
-            (start, jnp.int32(0), jnp.asarray(True)),
+            _WeiszfeldState(start, iteration=jnp.int32(0), moving=jnp.asarray(True)),
         )
-        return result
+        return last.current
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         return 4 * (1 + num_byzantine / (num_agents - 2 * num_byzantine)) ** 2
@@ -279,17 +380,29 @@ def _length(cloud: Cloud, direction: Array) -> Array:
 
 
 def nearest_to(cloud: Cloud, pivot: Array, count: int) -> Array:
-    """Coefficients of the mean of the `count` points nearest to point `pivot`, itself among them; NaN without it."""
+    """Return the coefficients of the mean of the `count` points nearest to point `pivot`, itself included.
+
+    They are NaN if the pivot is not usable.
+    """
     mean = cloud.mean_of(smallest(cloud.distances()[pivot], count))
     return jnp.where(cloud.usable[pivot], mean, jnp.nan)
 
 
 @dataclass(frozen=True)
 class MDA(WeightedAggregator):
-    """Minimum-diameter averaging: the mean of the least-diameter subset of K − f rows, exact at any K.
+    """Minimum-diameter averaging: the mean of the K − f rows with the least diameter (El Mhamdi et al. 2018).
 
-    Rousseeuw 1985; El Mhamdi et al. 2018. Equal diameters are told apart by Krum scores, see `least_diameter`.
-    The search gives up with an error, never with another subset, after `node_limit` nodes.
+    mean(S) with S = argmin_{|S| = K − f} max_{i,j∈S} ‖x_i − x_j‖ (Rousseeuw 1985). The subset is exact at any K. Krum
+    scores decide between subsets of equal diameter, see `byzpg.robust.least_diameter`. Tolerates f < K/2.
+
+    Args:
+        node_limit: The most nodes that the search may visit. If that is not enough, it raises SearchLimitError; it
+            never returns another subset.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(MDA()(rows, num_byzantine=1))
+        [2. 2.]
     """
 
     node_limit: int = 1_000_000
@@ -310,8 +423,16 @@ class MDA(WeightedAggregator):
 class MoNNA(WeightedAggregator):
     """The mean of the K − f rows nearest to a trusted row, the pivot (Farhadkhani et al. 2023).
 
-    pivot: a row index, or None for the receiver's own row where that is known (in an exchange) and Krum's choice
-    where it is not (at a server).
+    Tolerates f < K/2.
+
+    Args:
+        pivot: The index of the trusted row. None means the receiver's own row where that is known (in an exchange),
+            and Krum's choice where it is not (at a server).
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(MoNNA(pivot=0)(rows, num_byzantine=1))
+        [2. 2.]
     """
 
     pivot: int | None = None
@@ -338,10 +459,20 @@ class MoNNA(WeightedAggregator):
 
 @dataclass(frozen=True)
 class CenteredClipping(WeightedAggregator):
-    """v ← v + 1/n Σ_i min(1, τ/‖x_i − v‖)(x_i − v), a few times (Karimireddy et al. 2021).
+    """A centre moved by the mean of the rows' differences from it, each clipped (Karimireddy et al. 2021).
 
-    start: "krum" begins at Krum's choice; "zero" at the origin, as with momenta. The radius τ is in the units of
-    the rows: an attacker moves the result by at most τ/n per iteration.
+    v ← v + 1/n Σ_i min(1, τ/‖x_i − v‖)(x_i − v), a few times. One attacker moves the result by at most τ/n in each
+    iteration. Tolerates f < K/2.
+
+    Args:
+        radius: τ, in the units of the rows.
+        iterations: The number of iterations.
+        start: Where v starts: "krum" at Krum's choice, "zero" at the origin, as is usual for momenta.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(CenteredClipping(radius=1.0)(rows, num_byzantine=1).round(1))
+        [2.3 1.9]
     """
 
     radius: float = 1.0
@@ -366,12 +497,25 @@ class CenteredClipping(WeightedAggregator):
         return lax.fori_loop(0, self.iterations, step, begin)
 
 
+class _FilterState(NamedTuple):
+    weights: Array  # [n], the c_i
+    best_mean: Array  # [n], coefficients of the weighted mean with the least largest variance so far
+    best_variance: Array
+    unfinished: Array  # bool
+
+
 @dataclass(frozen=True)
 class CAF(WeightedAggregator):
-    """Covariance-bound-agnostic filter (Allouah et al. 2025).
+    """Covariance-bound-agnostic filter: rows that cause the largest variance lose weight (Allouah et al. 2025).
 
-    While the weights sum to more than n − 2f': weigh rows down by how far they lie along the direction of largest
-    weighted variance, c_i ← c_i (1 − τ_i/max τ). The result is the weighted mean whose largest variance was least.
+    While the weights sum to more than n − 2f', c_i ← c_i (1 − τ_i/max_j τ_j). Here τ_i is the squared distance of row i
+    from the weighted mean, measured along the direction of largest weighted variance. The result is the weighted mean
+    for which the largest variance was least. Tolerates f < K/2.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(CAF()(rows, num_byzantine=1).round(1))
+        [2. 2.]
     """
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
@@ -379,8 +523,8 @@ class CAF(WeightedAggregator):
         least_weight = num_usable - 2 * _faults_left(cloud.num_points, num_usable, num_byzantine)
         gram = cloud.gram[:-1, :-1]
 
-        def step(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-            weights, best_mean, best_variance, _ = state
+        def step(state: _FilterState) -> _FilterState:
+            weights = state.weights
             mean = weights / jnp.sum(weights)
             towards_mean = dot(gram, mean)
             around = gram - towards_mean[:, None] - towards_mean[None, :] + dot(mean, towards_mean)
@@ -389,37 +533,49 @@ class CAF(WeightedAggregator):
             variances, directions = jnp.linalg.eigh(around * root[:, None] * root[None, :])
             along = jnp.abs(dot(around, root * directions[:, -1]))
             furthest = jnp.argmax(jnp.where(weights > 0, along, -1))
-            better = variances[-1] < best_variance
-            # Squared only after the division, since distances⁴ would overflow; and the furthest row's weight is set to
-            # 0, since 1 − 1 computed in two places may leave 1e-7, which would make it the furthest row for ever.
+            better = variances[-1] < state.best_variance
+            # The ratio is squared after the division, because distances⁴ would overflow. The furthest row's weight is
+            # set to 0: 1 − 1 computed in two places may leave 1e-7, and the same row would be the furthest for ever.
             ratio = along / jnp.where(along[furthest] > 0, along[furthest], 1)
             lighter = (weights * jnp.maximum(1 - jnp.square(ratio), 0)).at[furthest].set(0)
-            go_on = (along[furthest] > 0) & (jnp.sum(lighter) > least_weight)
-            return (
-                lighter,
-                jnp.where(better, mean, best_mean),
-                jnp.minimum(variances[-1], best_variance),
-                go_on,
+            return _FilterState(
+                weights=lighter,
+                best_mean=jnp.where(better, mean, state.best_mean),
+                best_variance=jnp.minimum(variances[-1], state.best_variance),
+                unfinished=(along[furthest] > 0) & (jnp.sum(lighter) > least_weight),
             )
 
-        everyone = cloud.usable.astype(gram.dtype)
-        start = (everyone, everyone / num_usable, jnp.asarray(jnp.inf, gram.dtype), jnp.asarray(True))
-        _, mean, _, _ = lax.while_loop(lambda state: state[3], step, start)
-        return jnp.append(mean, 0)
+        full_weights = cloud.usable.astype(gram.dtype)
+        start = _FilterState(
+            weights=full_weights,
+            best_mean=full_weights / num_usable,
+            best_variance=jnp.asarray(jnp.inf, gram.dtype),
+            unfinished=jnp.asarray(True),
+        )
+        last = lax.while_loop(lambda state: state.unfinished, step, start)
+        return jnp.append(last.best_mean, 0)
 
 
-# Pre-aggregators: they change the points and hand them to the rule inside
+# Pre-aggregators: they change the points, and pass them to the rule inside
 
 
 class PreAggregator(Aggregator):
-    """A rule applied to affine combinations of the rows."""
+    """An aggregation rule that changes the rows and passes them to the rule inside it.
+
+    The changed rows are affine combinations of the received ones. Subclasses implement `points`.
+    """
 
     rule: Aggregator
-    one_to_one: ClassVar[bool] = True  # new point i is still sender i's
+    one_to_one: ClassVar[bool] = True  # new point i still belongs to sender i
 
     @abstractmethod
     def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
-        """The new points as combinations [n', n + 1] of the old ones, which are usable, and the inner rule's key."""
+        """Return the changed points.
+
+        Returns:
+            The new points as combinations [n', n + 1] of the old ones and the origin, which of them are usable [n'],
+            and the key of the inner rule.
+        """
 
     def _mixed(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Cloud, Array, Array | None]:
         matrix, usable, key = self.points(cloud, num_byzantine, key)
@@ -462,7 +618,18 @@ def _check_inner(wrapper: object, rule: object) -> None:
 
 @dataclass(frozen=True)
 class NNM(PreAggregator):
-    """Nearest-neighbour mixing: each row becomes the mean of its K − f nearest rows (Allouah et al. 2023)."""
+    """Nearest-neighbour mixing: each row becomes the mean of its K − f nearest rows (Allouah et al. 2023).
+
+    Tolerates what the inner rule tolerates, and at most f < K/2.
+
+    Args:
+        rule: The rule that aggregates the mixed rows.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(NNM(TrimmedMean())(rows, num_byzantine=1).round(1))
+        [2. 2.]
+    """
 
     rule: Aggregator
 
@@ -485,7 +652,7 @@ class NNM(PreAggregator):
 
 
 def _scaled(scale: Array) -> Array:
-    """The points pulled towards the origin by `scale` [n], as combinations [n, n + 1]."""
+    """The points scaled by `scale` [n] towards the origin, as combinations [n, n + 1]."""
     return jnp.concatenate([jnp.diag(scale), (1 - scale)[:, None]], axis=1)
 
 
@@ -495,7 +662,19 @@ def _norms(cloud: Cloud) -> Array:
 
 @dataclass(frozen=True)
 class Clipping(PreAggregator):
-    """Every row scaled down to norm ≤ threshold."""
+    """Clipping: every row longer than a threshold is scaled down to that norm.
+
+    x_i ← min(1, τ/‖x_i‖) x_i. Tolerates what the inner rule tolerates.
+
+    Args:
+        rule: The rule that aggregates the clipped rows.
+        threshold: τ, in the units of the rows.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(Clipping(Mean(), threshold=3.0)(rows, num_byzantine=1).round(1))
+        [1.9 1. ]
+    """
 
     rule: Aggregator
     threshold: float = 1.0
@@ -511,7 +690,18 @@ class Clipping(PreAggregator):
 
 @dataclass(frozen=True)
 class ARC(PreAggregator):
-    """Adaptive robust clipping: the ⌊2f'(n − f')/n⌋ longest rows cut to the next one's norm (Allouah et al. 2025)."""
+    """Adaptive robust clipping: the longest rows are scaled down to the norm of the next one (Allouah et al. 2025).
+
+    The ⌊2f'(n − f')/n⌋ longest rows are clipped. Tolerates what the inner rule tolerates.
+
+    Args:
+        rule: The rule that aggregates the clipped rows.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(ARC(Mean())(rows, num_byzantine=1).round())
+        [2. 1.]
+    """
 
     rule: Aggregator
 
@@ -534,10 +724,20 @@ class ARC(PreAggregator):
 
 @dataclass(frozen=True)
 class Bucketing(PreAggregator):
-    """Rows shuffled, averaged in buckets of `size`, then the rule on the buckets (Karimireddy et al. 2022).
+    """Bucketing: rows are shuffled and averaged in small buckets before the rule is applied (Karimireddy et al. 2022).
 
-    size None is the largest the inner rule's bound allows, s = ⌈α_max/α⌉ − 1; size 1 only shuffles. A bucket is the
-    mean of its members that are usable; a bucket with none is missing. One attacker spoils at most one bucket.
+    A bucket is the mean of its usable rows; a bucket without usable rows is missing. One attacker spoils at most one
+    bucket, so the inner rule must tolerate f of ⌈K/size⌉ buckets. Needs a random key.
+
+    Args:
+        rule: The rule that aggregates the buckets.
+        size: The number of rows in a bucket. None means the largest size that the inner rule's bound allows,
+            s = ⌈α_max/α⌉ − 1; 1 only shuffles.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(Bucketing(Median(), size=2)(rows, num_byzantine=1, key=jax.random.key(0)).round(1))
+        [3.  1.5]
     """
 
     rule: Aggregator
@@ -562,6 +762,7 @@ class Bucketing(PreAggregator):
         return True
 
     def bucket_size(self, num_agents: int, num_byzantine: int) -> int:
+        """Return the number of rows in a bucket for f of K."""
         if self.size is not None:
             return self.size
         sizes = range(num_agents, 0, -1)

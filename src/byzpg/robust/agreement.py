@@ -1,8 +1,11 @@
-"""Every averaging-agreement rule (Avg-Agree). One call is one round at one receiver.
+"""Averaging-agreement rules (Avg-Agree). One call is one round at one receiver.
 
-K − f of the K rows are honest and at most Δ apart. `contraction(K, f)` bounds the honest diameter after a round in
-units of Δ, `drift(K, f)` how far the honest mean moves (the paper's C_avg); docs/method.md proves both. Norms are
-Euclidean, except for TrimmedMeanAgreement, whose bounds hold in every coordinate by itself.
+K − f of the K rows are honest and at most Δ apart. In units of Δ, `contraction(K, f)` bounds the honest diameter after
+a round, and `drift(K, f)`, the paper's C_avg, bounds how far the honest mean moves. The documentation of the method
+proves both. Norms are Euclidean, except for TrimmedMeanAgreement: its bounds hold in each coordinate separately.
+
+The examples start from `import jax.numpy as jnp` and `from byzpg.robust.agreement import *`. They show the round of the
+first agent: five agents are around (2, 2), and one attacker sends a false vector.
 """
 
 from dataclasses import dataclass
@@ -18,10 +21,16 @@ from byzpg.robust.rules import Rule, WeightedRule, apply_rule
 
 
 class Agreement(Rule):
-    """An agreement rule, called as rule(received, own=k, num_byzantine=f, present=None)."""
+    """An agreement rule: a receiver replaces its own vector by a mean of the vectors it trusts.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 2], [2, 2], [3, 2], [2, 3], [2, 1], [90, -90]])  # the last row is an attacker's
+        >>> print(GDA()(rows, own=0, num_byzantine=1), GDA().weights(rows, own=0, num_byzantine=1))
+        [2. 2.] [0.2 0.2 0.2 0.2 0.2 0. ]
+    """
 
     needs_own: ClassVar[bool] = True
-    per_coordinate: ClassVar[bool] = False  # `contraction` and `drift` hold coordinate by coordinate
+    per_coordinate: ClassVar[bool] = False  # `contraction` and `drift` hold in each coordinate separately
 
     def __call__(
         self,
@@ -32,7 +41,23 @@ class Agreement(Rule):
         present: Vectors | None = None,
         key: Array | None = None,
     ) -> Array:
-        """The receiver's vector [d] after one round, from the `received` [K, d], row `own` being its own."""
+        """Return the receiver's vector [d] after one round.
+
+        Args:
+            received: The vectors [K, d], one row per sender, float32 or float64.
+            own: The index of the row that is the receiver's own.
+            num_byzantine: f, the number of Byzantine rows to tolerate.
+            present: Which rows [K] have arrived (bool); all of them by default.
+            key: Random key, for randomised rules.
+
+        Returns:
+            One vector [d]. Under jit or vmap it is NaN where a plain call would raise the last error below.
+
+        Raises:
+            TypeError: If an argument has the wrong type.
+            ValueError: If the rule does not tolerate f of K, a shape is wrong, fewer than K − f rows are usable, or the
+                receiver's own row is not.
+        """
         return apply_rule(self, received, num_byzantine=num_byzantine, present=present, key=key, own=own).result
 
     def weights(
@@ -44,7 +69,7 @@ class Agreement(Rule):
         present: Vectors | None = None,
         key: Array | None = None,
     ) -> Array:
-        """The weight [K] each row has in the result."""
+        """Return the weight [K] of each row in the result. The arguments are those of a call."""
         applied = apply_rule(
             self, received, num_byzantine=num_byzantine, present=present, key=key, own=own, with_weights=True
         )
@@ -52,23 +77,31 @@ class Agreement(Rule):
         return applied.weights
 
     def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
-        """Bound on the honest diameter after a round over before; None where none is known."""
+        """Return the bound on the honest diameter after a round, over that before; None if none is known."""
         return None
 
     def drift(self, num_agents: int, num_byzantine: int) -> float | None:
-        """Bound on how far the honest mean moves over the honest diameter (C_avg); None where none is known."""
+        """Return C_avg: the bound on the move of the honest mean, over the honest diameter; None if none is known."""
         return None
 
 
 class WeightedAgreement(WeightedRule, Agreement):
-    """An agreement rule that is a weighted mean of the rows."""
+    """An agreement rule that is a weighted mean of the rows. Subclasses implement `coefficients`."""
 
 
 @dataclass(frozen=True)
 class MDA(WeightedAgreement):
-    """Minimum-diameter averaging: the mean of the least-diameter subset of K − f rows, exact at any K.
+    """Minimum-diameter averaging: the mean of the K − f rows with the least diameter (El-Mhamdi et al. 2021).
 
-    El-Mhamdi et al. 2021. The search is `aggregators.MDA`'s; the bound on f is the one for agreement.
+    The subset is that of `aggregators.MDA`: exact at any K. Tolerates f < K/4, which agreement needs.
+
+    Args:
+        node_limit: The most nodes that the search may visit before it raises SearchLimitError.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 2], [2, 2], [3, 2], [2, 3], [2, 1], [90, -90]])  # the last row is an attacker's
+        >>> print(MDA()(rows, own=0, num_byzantine=1))
+        [2. 2.]
     """
 
     bound: ClassVar[str] = "f < K/4"
@@ -92,7 +125,15 @@ class MDA(WeightedAgreement):
 
 @dataclass(frozen=True)
 class GDA(WeightedAgreement):
-    """Greedy-diameter averaging: the mean of the K − f rows nearest to the receiver's own (El-Mhamdi et al. 2021)."""
+    """Greedy-diameter averaging: the mean of the K − f rows nearest to the receiver's own (El-Mhamdi et al. 2021).
+
+    Tolerates f < K/5.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 2], [2, 2], [3, 2], [2, 3], [2, 1], [90, -90]])  # the last row is an attacker's
+        >>> print(GDA()(rows, own=0, num_byzantine=1))
+        [2. 2.]
+    """
 
     bound: ClassVar[str] = "f < K/5"
     differs_by_receiver: ClassVar[bool] = True
@@ -113,7 +154,15 @@ class GDA(WeightedAgreement):
 
 @dataclass(frozen=True)
 class TrimmedMeanAgreement(Agreement):
-    """Coordinate-wise trimmed mean (RB-TM of El-Mhamdi et al. 2021 without its reliable broadcast)."""
+    """The coordinate-wise trimmed mean: RB-TM of El-Mhamdi et al. 2021 without its reliable broadcast.
+
+    Tolerates f < K/4. Without reliable broadcast, receivers may hold different values of an attacker.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 2], [2, 2], [3, 2], [2, 3], [2, 1], [90, -90]])  # the last row is an attacker's
+        >>> print(TrimmedMeanAgreement()(rows, own=0, num_byzantine=1))
+        [2.25 1.75]
+    """
 
     bound: ClassVar[str] = "f < K/4"
     per_coordinate: ClassVar[bool] = True
@@ -133,7 +182,15 @@ class TrimmedMeanAgreement(Agreement):
 
 @dataclass(frozen=True)
 class NoAgreement(WeightedAgreement):
-    """Every receiver keeps its own vector."""
+    """No agreement: every receiver keeps its own vector.
+
+    Accepts any f < K.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 2], [2, 2], [3, 2], [2, 3], [2, 1], [90, -90]])  # the last row is an attacker's
+        >>> print(NoAgreement()(rows, own=0, num_byzantine=1))
+        [1. 2.]
+    """
 
     bound: ClassVar[str] = "f < K"
     differs_by_receiver: ClassVar[bool] = True

@@ -1,12 +1,15 @@
-"""Every attack: what Byzantine agents do, all hooks in one place, and who is Byzantine when.
+"""Attacks: what Byzantine agents do, and which agents attack in which iteration.
 
-An attack is omniscient and colluding: each hook sees `Knowledge`. It has three hooks:
+Attackers are omniscient and collude: the hooks for messages see `Knowledge`. An attack changes some of these hooks:
 
-- play: `act` changes the action a Byzantine agent takes, `record` the reward it notes down;
-- `gradients` and `parameters`: the messages it sends, asked for a group of receivers at a time and answered
-  [receiver, Byzantine sender, d]. An attack that tells everyone the same answers [1, Byzantine sender, d].
+- `act` changes the actions in a Byzantine agent's episodes, and `record` changes the rewards it records;
+- `gradients` and `parameters` return the messages it sends, [receiver, Byzantine sender, d], for a group of receivers
+  at a time. An attack that does not equivocate returns [1, Byzantine sender, d].
 
-A message of NaNs is one that was never sent: receivers treat both alike.
+A message of NaNs stands for a message that was not sent. Receivers treat both alike.
+
+The examples start from `import jax`, `import jax.numpy as jnp` and `from byzpg.robust import *`. They show what one
+attacker sends to agent 0 while the three honest agents hold the vectors (1, 2), (2, 2) and (3, 5).
 """
 
 from abc import abstractmethod
@@ -29,25 +32,43 @@ Target = Literal["gradients", "parameters", "both"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Knowledge:
-    """Everything the adversary sees in one round."""
+    """What the attackers know in one round.
 
-    vectors: Array  # [K, d] what every agent would send if it were honest
-    byzantine: Array  # [b] indices of the Byzantine agents
+    Attributes:
+        vectors: [K, d], what each agent would send if it were honest.
+        byzantine: Indices [b] of the agents that attack.
+        iteration: The iteration of training.
+        key: Random key of this round. Fold in the index of a receiver for a draw of its own.
+        rule: The rule that the receivers apply.
+        num_byzantine: f, the number of Byzantine agents that the rule tolerates.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(knowledge.mean(), knowledge.num_honest)
+        [2. 3.] 3
+    """
+
+    vectors: Array
+    byzantine: Array
     iteration: Array
-    key: Array  # of this round; fold in a receiver for a draw of its own
-    rule: Rule | None = field(default=None, metadata={"static": True})  # what receivers apply
-    num_byzantine: int = field(default=0, metadata={"static": True})  # what receivers declare as f
+    key: Array
+    rule: Rule | None = field(default=None, metadata={"static": True})
+    num_byzantine: int = field(default=0, metadata={"static": True})
 
     @property
     def num_agents(self) -> int:
+        """K, the number of agents."""
         return len(self.vectors)
 
     @property
     def is_honest(self) -> Array:
+        """Which agents [K] are honest."""
         return jnp.ones(self.num_agents, bool).at[self.byzantine].set(False)
 
     @property
     def num_honest(self) -> int:
+        """K − b, the number of honest agents."""
         return self.num_agents - len(self.byzantine)
 
     @property
@@ -56,76 +77,86 @@ class Knowledge:
         return jnp.nonzero(self.is_honest, size=self.num_honest)[0]
 
     def mean(self) -> Array:
-        """The honest mean [d]."""
+        """Return the mean [d] of the honest vectors."""
         return jnp.sum(jnp.where(self.is_honest[:, None], self.vectors, 0), axis=0) / self.num_honest
 
     def deviation(self) -> Array:
-        """The honest standard deviation [d], per coordinate."""
+        """Return the standard deviation [d] of the honest vectors in each coordinate."""
         square = jnp.where(self.is_honest[:, None], jnp.square(self.vectors - self.mean()), 0)
         return jnp.sqrt(jnp.sum(square, axis=0) / self.num_honest)
 
     def honest_around_mean(self) -> Array:
-        """The honest vectors [K − b, d] minus their mean."""
+        """Return the honest vectors [K − b, d] minus their mean."""
         return self.vectors[self.honest] - self.mean()
 
     def truth(self) -> Array:
-        """What the Byzantine agents would send if they were honest, as messages [1, b, d]."""
+        """Return what the attackers would send if they were honest, as messages [1, b, d]."""
         return self.vectors[self.byzantine][None]
 
     def everyone_sends(self, vector: Array) -> Array:
-        """One vector [d] from every Byzantine agent to every receiver, as messages [1, b, d]."""
+        """Return one vector [d] as the message of every attacker to every receiver, [1, b, d]."""
         return jnp.broadcast_to(vector, (1, len(self.byzantine), *vector.shape))
 
 
 @dataclass(frozen=True)
 class Attack(Component):
-    """Honest behaviour in all hooks; every attack changes some of them."""
+    """An attack: all hooks are honest here, and a subclass changes some of them.
 
-    poisons_play: ClassVar[bool] = False  # `act` or `record` is changed
-    needs_key: ClassVar[bool] = False  # messages are random
-    uses_rule: ClassVar[bool] = False  # looks at the receivers' rule
+    Subclass `MessageAttack` for an attack that changes messages only.
+    """
+
+    poisons_play: ClassVar[bool] = False  # it changes `act` or `record`
+    needs_key: ClassVar[bool] = False  # its messages are random
+    uses_rule: ClassVar[bool] = False  # it looks at the receivers' rule
 
     @property
     def changes_actions(self) -> bool:
+        """Whether the attack changes the actions in an attacker's episodes."""
         return type(self).act is not Attack.act
 
     def act(self, action: Array, uniform: Array) -> Array:
-        """The action taken where the policy chose `action`; `uniform` is a uniform draw from the action space.
+        """Return the action to take.
 
-        Elementwise: an action of several numbers comes number by number.
+        Args:
+            action: What the policy chose. An action of several numbers is passed number by number.
+            uniform: A uniform draw from the action space.
         """
         return action
 
     def record(self, reward: Array, key: Array) -> Array:
-        """The reward noted down where the environment paid `reward`."""
+        """Return the reward that is recorded when the environment pays `reward`."""
         return reward
 
     def gradients(self, knowledge: Knowledge, receivers: Array) -> Array:
-        """The gradient messages [receiver or 1, Byzantine sender, d] for `receivers` [r]; index K is a server."""
+        """Return the gradient messages [receiver or 1, Byzantine sender, d] to `receivers` [r]; K is the server."""
         return knowledge.truth()
 
     def parameters(self, knowledge: Knowledge, receivers: Array) -> Array:
-        """The parameter messages [receiver or 1, Byzantine sender, d] for `receivers` [r]."""
+        """Return the parameter messages [receiver or 1, Byzantine sender, d] to `receivers` [r]."""
         return knowledge.truth()
 
     def messages(self, phase: str, knowledge: Knowledge, receivers: Array) -> Array:
-        """What `receivers` get in this phase: `gradients` or `parameters`."""
+        """Return the messages to `receivers` in this phase, "gradients" or "parameters"."""
         hook = self.gradients if phase == "gradients" else self.parameters
         return hook(knowledge, receivers)
 
 
 @dataclass(frozen=True)
 class MessageAttack(Attack):
-    """One lie for gradient messages, parameter messages, or both."""
+    """An attack that sends false gradients, false parameters, or both. Subclasses implement `lie`.
 
-    target: Target = "gradients"  # which messages lie
+    Args:
+        target: Which messages are false: "gradients", "parameters" or "both".
+    """
+
+    target: Target = "gradients"
 
     def __post_init__(self) -> None:
         check_choice(self, "target", self.target, ("gradients", "parameters", "both"))
 
     @abstractmethod
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
-        """The messages [receiver or 1, Byzantine sender, d]."""
+        """Return the false messages [receiver or 1, Byzantine sender, d] to `receivers` [r]."""
 
     def gradients(self, knowledge: Knowledge, receivers: Array) -> Array:
         return knowledge.truth() if self.target == "parameters" else self.lie(knowledge, receivers)
@@ -136,15 +167,27 @@ class MessageAttack(Attack):
 
 @dataclass(frozen=True)
 class NoAttack(Attack):
-    """Byzantine agents that happen to behave."""
+    """No attack: the Byzantine agents behave like honest ones.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(NoAttack().gradients(knowledge, jnp.array([0]))[0, 0])
+        [9. 9.]
+    """
 
 
-# Poisoned play
+# Attacks on an agent's own episodes
 
 
 @dataclass(frozen=True)
 class RandomAction(Attack):
-    """Uniform actions in the Byzantine agents' episodes, honest otherwise (Fan et al. 2021)."""
+    """Attackers take uniformly random actions in their episodes, and are honest otherwise (Fan et al. 2021).
+
+    Examples:
+        >>> print(RandomAction().act(jnp.array(1), uniform=jnp.array(3)))
+        3
+    """
 
     poisons_play: ClassVar[bool] = True
 
@@ -154,7 +197,12 @@ class RandomAction(Attack):
 
 @dataclass(frozen=True)
 class RewardFlip(Attack):
-    """Rewards noted down with the opposite sign."""
+    """Attackers record their rewards with the opposite sign.
+
+    Examples:
+        >>> print(RewardFlip().record(jnp.array([1.0, -2.0]), jax.random.key(0)))
+        [-1.  2.]
+    """
 
     poisons_play: ClassVar[bool] = True
 
@@ -164,7 +212,15 @@ class RewardFlip(Attack):
 
 @dataclass(frozen=True)
 class RandomReward(Attack):
-    """Rewards replaced by uniform noise in ±scale."""
+    """Attackers record uniform noise between −scale and scale instead of their rewards.
+
+    Args:
+        scale: The largest recorded reward.
+
+    Examples:
+        >>> print(RandomReward(scale=10.0).record(jnp.array([1.0, -2.0]), jax.random.key(0)).round(1))
+        [9.  9.6]
+    """
 
     poisons_play: ClassVar[bool] = True
     scale: float = 1.0
@@ -176,12 +232,21 @@ class RandomReward(Attack):
         return jax.random.uniform(key, reward.shape, reward.dtype, -self.scale, self.scale)
 
 
-# False messages, the same to everyone
+# False messages, the same to every receiver
 
 
 @dataclass(frozen=True)
 class AvgZero(MessageAttack):
-    """−(1/b) Σ_honest x: the plain mean of all vectors becomes zero (Jordan et al. 2024)."""
+    """Attackers send minus the sum of the honest vectors, so that the plain mean is zero (Jordan et al. 2024).
+
+    Each of b attackers sends −(1/b) Σ_honest x.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(AvgZero().gradients(knowledge, jnp.array([0]))[0, 0])
+        [-6. -9.]
+    """
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
         return knowledge.everyone_sends(-knowledge.mean() * (knowledge.num_honest / len(knowledge.byzantine)))
@@ -189,7 +254,17 @@ class AvgZero(MessageAttack):
 
 @dataclass(frozen=True)
 class SignFlip(MessageAttack):
-    """−scale × the sender's own true vector."""
+    """Attackers send −scale times their own true vector.
+
+    Args:
+        scale: The factor.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(SignFlip().gradients(knowledge, jnp.array([0]))[0, 0])
+        [-9. -9.]
+    """
 
     scale: float = 1.0
 
@@ -203,7 +278,17 @@ class SignFlip(MessageAttack):
 
 @dataclass(frozen=True)
 class IPM(MessageAttack):
-    """Inner-product manipulation: −ε × the honest mean (Xie et al. 2020)."""
+    """Inner-product manipulation: attackers send −ε times the honest mean (Xie et al. 2020).
+
+    Args:
+        epsilon: ε.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(IPM().gradients(knowledge, jnp.array([0]))[0, 0])
+        [-1.  -1.5]
+    """
 
     epsilon: float = 0.5
 
@@ -216,7 +301,14 @@ class IPM(MessageAttack):
 
 
 def alie_factor(num_agents: int, num_byzantine: int) -> float:
-    """The largest z that hides among the honest (Baruch et al. 2019): Φ(z) = (K − f − s)/(K − f), s = ⌊K/2 + 1⌋ − f."""
+    """Return the largest z that hides among the honest vectors (Baruch et al. 2019).
+
+    Φ(z) = (K − f − s)/(K − f) with s = ⌊K/2 + 1⌋ − f.
+
+    Examples:
+        >>> round(alie_factor(13, 3), 3)
+        0.253
+    """
     supporters = num_agents // 2 + 1 - num_byzantine
     share = (num_agents - num_byzantine - supporters) / (num_agents - num_byzantine)
     return NormalDist().inv_cdf(min(max(share, 1e-3), 1 - 1e-3))
@@ -224,7 +316,17 @@ def alie_factor(num_agents: int, num_byzantine: int) -> float:
 
 @dataclass(frozen=True)
 class ALIE(MessageAttack):
-    """A little is enough: honest mean − z × honest standard deviation (Baruch et al. 2019). z None: from K and f."""
+    """A little is enough: attackers send the honest mean minus z standard deviations (Baruch et al. 2019).
+
+    Args:
+        z: The number of standard deviations. None computes it from K and the number of attackers, see `alie_factor`.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(ALIE(z=3.0).gradients(knowledge, jnp.array([0]))[0, 0].round(1))
+        [-0.4 -1.2]
+    """
 
     z: float | None = None
 
@@ -239,11 +341,16 @@ class ALIE(MessageAttack):
 
 @dataclass(frozen=True)
 class _LineSearch(MessageAttack):
-    """honest mean + t × a direction, t being the factor (of both signs) that moves the rule in use furthest."""
+    """Attackers send the honest mean + t × a direction, with the factor t that moves the rule in use furthest.
+
+    Args:
+        largest: The largest factor that is tried, with both signs.
+        candidates: How many factors of each sign are tried, each half of the one before.
+    """
 
     uses_rule: ClassVar[bool] = True
     largest: float = 10.0
-    candidates: int = 16  # of each sign
+    candidates: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -251,7 +358,8 @@ class _LineSearch(MessageAttack):
         check_count(self, candidates=self.candidates)
 
     @abstractmethod
-    def direction(self, knowledge: Knowledge) -> Array: ...
+    def direction(self, knowledge: Knowledge) -> Array:
+        """Return the direction [d]."""
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
         rule = knowledge.rule
@@ -262,8 +370,8 @@ class _LineSearch(MessageAttack):
 
         def damage(factor: Array) -> Array:
             received = knowledge.vectors.at[knowledge.byzantine].set(mean + factor * direction)
-            keep = knowledge.num_agents - knowledge.num_byzantine
-            cloud = Cloud.received(received, None, keep, victim)
+            majority = knowledge.num_agents - knowledge.num_byzantine
+            cloud = Cloud.received(received, None, majority, victim)
             result = rule.combine(cloud, knowledge.num_byzantine, jax.random.fold_in(knowledge.key, 0))
             return jnp.sum(jnp.square(result - mean))
 
@@ -276,7 +384,17 @@ class _LineSearch(MessageAttack):
 
 @dataclass(frozen=True)
 class OptimalALIE(_LineSearch):
-    """ALIE with the factor z that moves the rule in use furthest, of either sign."""
+    """ALIE with the number of standard deviations, of either sign, that moves the rule in use furthest.
+
+    The options `largest` and `candidates` bound the search: it tries largest, largest/2, largest/4, … of both signs.
+
+    Examples:
+        >>> from byzpg.robust import Median
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), jnp.array(0), jax.random.key(0), Median(), num_byzantine=1)
+        >>> print(OptimalALIE(candidates=4).gradients(knowledge, jnp.array([0]))[0, 0].round())
+        [ -6. -11.]
+    """
 
     def direction(self, knowledge: Knowledge) -> Array:
         return knowledge.deviation()
@@ -284,14 +402,24 @@ class OptimalALIE(_LineSearch):
 
 @dataclass(frozen=True)
 class OptimalIPM(_LineSearch):
-    """IPM with the factor ε that moves the rule in use furthest, of either sign."""
+    """IPM with the factor, of either sign, that moves the rule in use furthest.
+
+    The options `largest` and `candidates` bound the search: it tries largest, largest/2, largest/4, … of both signs.
+
+    Examples:
+        >>> from byzpg.robust import Median
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), jnp.array(0), jax.random.key(0), Median(), num_byzantine=1)
+        >>> print(OptimalIPM(candidates=4).gradients(knowledge, jnp.array([0]))[0, 0].round(1))
+        [-18. -27.]
+    """
 
     def direction(self, knowledge: Knowledge) -> Array:
         return knowledge.mean()
 
 
 def _principal_axis(around_mean: Array) -> Array:
-    """Unit direction [d] in which the rows [h, d] spread most."""
+    """Return the unit direction [d] in which the rows [h, d] spread most."""
     _, directions = jnp.linalg.eigh(dot(around_mean, around_mean.T))
     axis = dot(directions[:, -1], around_mean)
     return axis / jnp.maximum(jnp.linalg.norm(axis), 1e-30)
@@ -299,10 +427,17 @@ def _principal_axis(around_mean: Array) -> Array:
 
 @dataclass(frozen=True)
 class Mimic(MessageAttack):
-    """Every attacker repeats one honest agent's vector (Karimireddy et al. 2022).
+    """Every attacker repeats the vector of one honest agent (Karimireddy et al. 2022).
 
-    agent: the position among the honest agents; None picks the one furthest out along their direction of largest
-    spread, which over-weighs an unusual agent most.
+    Args:
+        agent: The position of that agent among the honest ones. None selects the agent furthest out along the direction
+            in which the honest vectors spread most: repeating an unusual vector does most harm.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(Mimic(agent=0).gradients(knowledge, jnp.array([0]))[0, 0])
+        [1. 2.]
     """
 
     agent: int | None = None
@@ -320,9 +455,18 @@ class Mimic(MessageAttack):
 
 @dataclass(frozen=True)
 class MinMax(MessageAttack):
-    """honest mean + γp, the largest γ with max_i ‖m − x_i‖ ≤ max_ij ‖x_i − x_j‖ (Shejwalkar & Houmansadr 2021).
+    """Attackers send the honest mean plus the longest step within the honest diameter (Shejwalkar & Houmansadr 2021).
 
-    p: "unit" −mean/‖mean‖, "std" −standard deviation, "sign" −sign(mean). γ is found in closed form.
+    m = mean + γp, with the largest γ for which max_i ‖m − x_i‖ ≤ max_ij ‖x_i − x_j‖. γ is computed in closed form.
+
+    Args:
+        direction: p. "unit" is −mean/‖mean‖, "std" is −standard deviation, "sign" is −sign(mean).
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(MinMax().gradients(knowledge, jnp.array([0]))[0, 0].round(1))
+        [1.2 1.9]
     """
 
     direction: Literal["unit", "std", "sign"] = "unit"
@@ -332,7 +476,7 @@ class MinMax(MessageAttack):
         check_choice(self, "direction", self.direction, ("unit", "std", "sign"))
 
     def _step(self, distances: Array, square: Array, slope: Array, curvature: Array) -> Array:
-        """γ, from ‖m − x_i‖² = square_i + 2γ slope_i + γ² curvature."""
+        """Return γ, given that ‖m − x_i‖² = square_i + 2γ slope_i + γ² curvature."""
         limit = jnp.max(distances)
         return jnp.min(_larger_root(square - limit, slope, curvature))
 
@@ -349,14 +493,23 @@ class MinMax(MessageAttack):
 
 
 def _larger_root(constant: Array, slope: Array, curvature: Array) -> Array:
-    """The larger γ with curvature γ² + 2 slope γ + constant = 0; 0 where there is no direction to go."""
+    """Return the larger γ with curvature γ² + 2 slope γ + constant = 0; 0 where the direction is zero."""
     root = jnp.sqrt(jnp.maximum(jnp.square(slope) - curvature * constant, 0))
     return jnp.where(curvature > 0, jnp.maximum((root - slope) / jnp.maximum(curvature, 1e-30), 0), 0)
 
 
 @dataclass(frozen=True)
 class MinSum(MinMax):
-    """As MinMax, with Σ_i ‖m − x_i‖² ≤ max_i Σ_j ‖x_i − x_j‖² instead (Shejwalkar & Houmansadr 2021)."""
+    """As MinMax, but the sum of squared distances to the honest vectors is bounded (Shejwalkar & Houmansadr 2021).
+
+    m = mean + γp, with the largest γ for which Σ_i ‖m − x_i‖² ≤ max_i Σ_j ‖x_i − x_j‖². `direction` is as in `MinMax`.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(MinSum().gradients(knowledge, jnp.array([0]))[0, 0].round(1))
+        [0.8 1.1]
+    """
 
     def _step(self, distances: Array, square: Array, slope: Array, curvature: Array) -> Array:
         limit = jnp.max(jnp.sum(distances, axis=1))
@@ -365,7 +518,14 @@ class MinSum(MinMax):
 
 @dataclass(frozen=True)
 class Zero(MessageAttack):
-    """Zeros: an agent that does not contribute."""
+    """Attackers send zeros, and so contribute nothing.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(Zero().gradients(knowledge, jnp.array([0]))[0, 0])
+        [0. 0.]
+    """
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
         return jnp.zeros_like(knowledge.truth())
@@ -373,7 +533,16 @@ class Zero(MessageAttack):
 
 @dataclass(frozen=True)
 class NonFinite(MessageAttack):
-    """The true vector with one entry overwritten: NaN from the first attacker, +Inf, −Inf from the next, and so on."""
+    """Attackers overwrite one entry of their true vector by NaN, +Inf or −Inf.
+
+    The first attacker sends NaN, the next +Inf, the next −Inf, and so on.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(NonFinite().gradients(knowledge, jnp.array([0]))[0, 0])
+        [nan  9.]
+    """
 
     target: Target = "both"
 
@@ -385,7 +554,14 @@ class NonFinite(MessageAttack):
 
 @dataclass(frozen=True)
 class Silent(MessageAttack):
-    """Nothing is sent."""
+    """Attackers send nothing.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(Silent().gradients(knowledge, jnp.array([0]))[0, 0])
+        [nan nan]
+    """
 
     target: Target = "both"
 
@@ -393,17 +569,27 @@ class Silent(MessageAttack):
         return jnp.full_like(knowledge.truth(), jnp.nan)
 
 
-# Equivocation: different receivers are told different things
+# Equivocation: different receivers get different messages
 
 
 def _first_half(knowledge: Knowledge, receivers: Array) -> Array:
-    """Which receivers [r] belong to the first half of the agents, shaped to be broadcast over messages."""
+    """Return which receivers [r] are in the first half of the agents, in a shape that broadcasts over messages."""
     return (receivers < (knowledge.num_agents + 1) // 2)[:, None, None]
 
 
 @dataclass(frozen=True)
 class LargeNoise(MessageAttack):
-    """Every coordinate i.i.d. U(−scale, scale), a fresh draw per receiver (Jordan et al. 2024)."""
+    """Attackers send uniform noise between −scale and scale, drawn anew for each receiver (Jordan et al. 2024).
+
+    Args:
+        scale: The largest coordinate.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(LargeNoise().gradients(knowledge, jnp.array([0]))[0, 0].round())
+        [ 685. -635.]
+    """
 
     needs_key: ClassVar[bool] = True
     target: Target = "both"
@@ -425,7 +611,18 @@ class LargeNoise(MessageAttack):
 
 @dataclass(frozen=True)
 class Equivocate(MessageAttack):
-    """The truth to the first half of the receivers, −scale × the truth to the others."""
+    """Attackers send the truth to the first half of the receivers, and −scale times the truth to the others.
+
+    Args:
+        scale: The factor.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(Equivocate().gradients(knowledge, jnp.array([0, 2]))[:, 0])  # to agents 0 and 2
+        [[ 9.  9.]
+         [-9. -9.]]
+    """
 
     target: Target = "both"
     scale: float = 1.0
@@ -440,9 +637,20 @@ class Equivocate(MessageAttack):
 
 @dataclass(frozen=True)
 class Dissensus(MessageAttack):
-    """Keeps receivers apart: to receiver k, x_k − (scale/b) Σ_honest (x_j − x_k) (He et al. 2022, complete graph).
+    """Attackers push each receiver away from the honest vectors, to prevent agreement (He et al. 2022).
 
-    With scale 1, plain averaging leaves every receiver where it is.
+    Each of b attackers sends x_k − (scale/b) Σ_honest (x_j − x_k) to receiver k: the attack on a complete graph. With
+    scale 1, plain averaging leaves every receiver where it is.
+
+    Args:
+        scale: The strength of the push.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), iteration=jnp.array(0), key=jax.random.key(0))
+        >>> print(Dissensus().parameters(knowledge, jnp.array([0, 2]))[:, 0])  # to agents 0 and 2
+        [[-2. -1.]
+         [ 6. 11.]]
     """
 
     target: Target = "parameters"
@@ -453,7 +661,8 @@ class Dissensus(MessageAttack):
         check_finite(self, scale=self.scale)
 
     def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
-        at_agent = (receivers < knowledge.num_agents)[:, None]  # a server has no vector: the honest mean stands for it
+        # A server has no vector of its own: the honest mean takes its place.
+        at_agent = (receivers < knowledge.num_agents)[:, None]
         own = jnp.where(at_agent, knowledge.vectors.at[receivers].get(mode="clip"), knowledge.mean())
         pull = knowledge.num_honest * (knowledge.mean() - own)
         num_attackers = len(knowledge.byzantine)
@@ -463,10 +672,21 @@ class Dissensus(MessageAttack):
 
 @dataclass(frozen=True)
 class MDAFooling(MessageAttack):
-    """Lies that least-diameter selection keeps: as far out as fits, one way for half the receivers, back for the rest.
+    """Attackers send the furthest vectors that MDA keeps, in opposite directions to the two halves of the receivers.
 
-    From the mean of the least-diameter subset S of honest vectors that leaves room for the lies among the K − f kept,
-    the largest step, along the direction in which the honest vectors spread most, that stays within S's diameter of S.
+    S is the least-diameter subset of honest vectors that leaves room for the false messages among the K − f vectors
+    that MDA keeps. From the mean of S, the message is the longest step, along the direction in which the honest vectors
+    spread most, that stays within the diameter of S from every member of S.
+
+    Args:
+        node_limit: The most nodes that the search for S may visit.
+
+    Examples:
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), jnp.array(0), jax.random.key(0), num_byzantine=1)
+        >>> print(MDAFooling().gradients(knowledge, jnp.array([0, 2]))[:, 0].round())  # to agents 0 and 2
+        [[2. 3.]
+         [1. 1.]]
     """
 
     target: Target = "both"
@@ -477,8 +697,8 @@ class MDAFooling(MessageAttack):
         gram = dot(around_mean, around_mean.T)
         distances = squared_distances(gram)
         size = max(1, knowledge.num_honest - knowledge.num_byzantine)
-        everyone = jnp.ones(len(gram), bool)
-        members = least_diameter_subset(distances, everyone, size, self.node_limit)
+        usable = jnp.ones(len(gram), bool)
+        members = least_diameter_subset(distances, usable, size, self.node_limit)
         centre = dot(members.astype(around_mean.dtype) / size, around_mean)
         axis = _principal_axis(around_mean)
         both = members[:, None] & members[None, :]
@@ -491,45 +711,61 @@ class MDAFooling(MessageAttack):
             return sign * jnp.min(jnp.where(members, sizes, jnp.inf))
 
         middle = knowledge.mean() + centre
-        there, back = middle + step(1.0) * axis, middle + step(-1.0) * axis
-        lies = jnp.where(_first_half(knowledge, receivers), there, back)
-        return jnp.broadcast_to(lies, (len(receivers), len(knowledge.byzantine), lies.shape[-1]))
+        forward, backward = middle + step(1.0) * axis, middle + step(-1.0) * axis
+        messages = jnp.where(_first_half(knowledge, receivers), forward, backward)
+        return jnp.broadcast_to(messages, (len(receivers), len(knowledge.byzantine), messages.shape[-1]))
 
 
-# Who is Byzantine
+# Which agents attack
 
 
 @dataclass(frozen=True)
 class FixedSet(Component):
-    """The same Byzantine agents in every iteration: `members`, or the last f agents."""
+    """The same agents attack in every iteration: the last ones, unless others are named.
+
+    Args:
+        members: Their indices.
+
+    Examples:
+        >>> print(FixedSet((0, 2))(num_agents=5, num_attackers=2, iteration=7, key=jax.random.key(0)))
+        [0 2]
+    """
 
     members: tuple[int, ...] | None = None
 
-    def __call__(self, num_agents: int, num_byzantine: int, iteration: Array | int, key: Array) -> Array:
-        """Indices [f] of the Byzantine agents in this iteration."""
+    def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
+        """Return the indices, in ascending order, of the `num_attackers` agents that attack in this iteration."""
         members = self.members
         if members is None:
-            return jnp.arange(num_agents - num_byzantine, num_agents)
-        if not len(set(members)) == len(members) == num_byzantine or not all(0 <= m < num_agents for m in members):
+            return jnp.arange(num_agents - num_attackers, num_agents)
+        if not len(set(members)) == len(members) == num_attackers or not all(0 <= m < num_agents for m in members):
             raise ValueError(
-                f"FixedSet: members must be {num_byzantine} different agents of 0 to {num_agents - 1}; got {members}."
+                f"FixedSet: members must be {num_attackers} different agents of 0 to {num_agents - 1}; got {members}."
             )
         return jnp.asarray(sorted(members), int)
 
 
 @dataclass(frozen=True)
 class RotatingSet(Component):
-    """f agents drawn anew every `period` iterations."""
+    """Different agents attack over time: they are drawn anew every `period` iterations.
+
+    Args:
+        period: The number of iterations between two draws.
+
+    Examples:
+        >>> print(RotatingSet(period=10)(num_agents=5, num_attackers=2, iteration=7, key=jax.random.key(0)))
+        [0 2]
+    """
 
     period: int = 1
 
     def __post_init__(self) -> None:
         check_count(self, period=self.period)
 
-    def __call__(self, num_agents: int, num_byzantine: int, iteration: Array | int, key: Array) -> Array:
-        """Indices [f] of the Byzantine agents in this iteration."""
+    def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
+        """Return the indices, in ascending order, of the `num_attackers` agents that attack in this iteration."""
         drawn = jax.random.permutation(jax.random.fold_in(key, iteration // self.period), num_agents)
-        return jnp.sort(drawn[:num_byzantine])
+        return jnp.sort(drawn[:num_attackers])
 
 
 ByzantineSet = FixedSet | RotatingSet

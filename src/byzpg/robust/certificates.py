@@ -1,8 +1,9 @@
-"""What a rule withstands: measured constants over many random honest clouds, next to the bounds that are proven.
+"""How robust a rule is: constants measured on many random clouds of honest vectors, next to the proven bounds.
 
-For an aggregator, the paper's Definition 1: E‖F(x) − x̄_H‖² ≤ C_ra · α · 1/(h(h − 1)) Σ_{i,l∈H} ‖x_i − x_l‖², where H
-are the h = K − f honest agents and α = f/K. For an agreement rule, per round: the honest diameter shrinks to at most
-`contraction` of what it was, and the honest mean moves by at most C_avg of it.
+For an aggregation rule, the constant is C_ra of the paper's Definition 1:
+E‖F(x) − x̄_H‖² ≤ C_ra · α · 1/(h(h − 1)) Σ_{i,l∈H} ‖x_i − x_l‖², where H are the h = K − f honest agents and α = f/K.
+For an agreement rule, there are two constants. In one round, the honest diameter shrinks to at most `contraction` times
+its length, and the honest mean moves by at most C_avg times that length.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +21,21 @@ from byzpg.robust.exchange import exchange
 
 @dataclass(frozen=True)
 class Certificate:
-    """The worst constants found, and the bounds known. Not a proof: worse clouds and attacks may exist."""
+    """The worst constants that were measured, and the known bounds. Print it to read it.
+
+    It is not a proof: there may be worse clouds and attacks.
+
+    Attributes:
+        rule: The rule that was measured.
+        attack: The attack that it was measured under.
+        num_agents: K.
+        num_byzantine: f, which is also the number of attackers.
+        dimension: The length of the vectors.
+        trials: The number of clouds.
+        seed: The seed of the clouds and of the random numbers of rule and attack.
+        measured: The constants, "C_ra" or "contraction" and "C_avg".
+        bounds: The proven bounds on them; None where no bound is known.
+    """
 
     rule: Aggregator | Agreement
     attack: MessageAttack
@@ -29,10 +44,11 @@ class Certificate:
     dimension: int
     trials: int
     seed: int
-    measured: dict[str, float]  # "C_ra", or "contraction" and "C_avg"
+    measured: dict[str, float]
     bounds: dict[str, float | None]
 
     def __str__(self) -> str:
+        """Return the certificate as a sentence."""
         parts = []
         for name, value in self.measured.items():
             bound = self.bounds[name]
@@ -46,9 +62,9 @@ class Certificate:
 
 @partial(jax.jit, static_argnames=("trials", "num_agents", "dimension"))
 def honest_clouds(key: Array, trials: int, num_agents: int, dimension: int) -> Array:
-    """Vectors [trials, K, d] of four kinds in turn: Gaussian, heavy-tailed, two clusters, spread along one axis.
+    """Return random clouds [trials, K, d] of four kinds in turn: Gaussian, heavy-tailed, two clusters, along one axis.
 
-    Each has a mean of random size, since some attacks and rules depend on where the origin is.
+    The mean of each cloud has a random length, because some attacks and rules depend on where the origin is.
     """
     normal, tail, axis, size, mean = (jax.random.fold_in(key, purpose) for purpose in range(5))
     shape = (trials, num_agents, dimension)
@@ -72,7 +88,31 @@ def certificate(
     trials: int = 256,
     seed: int = 0,
 ) -> Certificate:
-    """Measure `rule` under `attack` on `trials` random clouds; print the result to read it."""
+    """Measure how robust `rule` is to `attack`, on random clouds of honest vectors.
+
+    Args:
+        rule: An aggregation or agreement rule.
+        attack: An attack on messages.
+        num_agents: K, the number of agents.
+        num_byzantine: f, the number of Byzantine agents that the rule tolerates; as many attack.
+        dimension: The length of the vectors.
+        trials: The number of clouds.
+        seed: The seed of all random numbers.
+
+    Returns:
+        The worst constants over all clouds, and the proven bounds. Print it to read it.
+
+    Raises:
+        TypeError: If the attack does not change messages.
+        ValueError: If the rule does not tolerate f of K, or a number is out of range.
+
+    Examples:
+        >>> from byzpg.robust import AvgZero, Mean, Median
+        >>> print(certificate(Median(), AvgZero(), num_agents=5, num_byzantine=1, dimension=2, trials=4))
+        Median() under AvgZero(), K = 5, f = 1, worst of 4 clouds: C_ra 1.726 (bound 13.33)
+        >>> print(certificate(Mean(), AvgZero(), num_agents=5, num_byzantine=1, dimension=2, trials=4))
+        Mean() under AvgZero(), K = 5, f = 1, worst of 4 clouds: C_ra 1463 (no bound known)
+    """
     rule.check(num_agents, num_byzantine)
     if not isinstance(attack, MessageAttack):
         raise TypeError(f"A certificate needs an attack on messages such as AvgZero(), got {attack}.")
@@ -84,25 +124,53 @@ def certificate(
     clouds = honest_clouds(key, trials, num_agents, dimension)
     keys = jax.random.split(jax.random.fold_in(key, 5), trials)
     if isinstance(rule, Aggregator):
-        received = _received(attack, clouds, keys, num_byzantine, rule if attack.uses_rule else None)
-        ratios = _aggregation_ratios(rule, received, keys, num_byzantine)
-        fraction = num_byzantine / num_agents
-        num_honest = num_agents - num_byzantine
-        kappa = rule.robustness_bound(num_agents, num_byzantine)
-        # 1/(h(h − 1)) Σ ‖x_i − x_l‖² is 2h/(h − 1) times the variance that kappa is relative to.
-        bound = None if kappa is None else kappa * (num_honest - 1) / (2 * num_honest) / fraction
-        measured = {"C_ra": float(jnp.max(ratios)) / fraction}
-        bounds = {"C_ra": bound}
+        measured, bounds = _certify_aggregator(rule, attack, clouds, keys, num_byzantine=num_byzantine)
     else:
-        # Agreement exchanges parameters, whatever messages the attack is meant for.
+        # Agreement exchanges parameters, so the attack must change those, whatever its target was.
         attack = replace(attack, target="parameters")
-        contraction, drift = _agreement_ratios(rule, attack, clouds, keys, num_byzantine)
-        measured = {"contraction": float(jnp.max(contraction)), "C_avg": float(jnp.max(drift))}
-        bounds = {
-            "contraction": rule.contraction(num_agents, num_byzantine),
-            "C_avg": rule.drift(num_agents, num_byzantine),
-        }
-    return Certificate(rule, attack, num_agents, num_byzantine, dimension, trials, seed, measured, bounds)
+        measured, bounds = _certify_agreement(rule, attack, clouds, keys, num_byzantine=num_byzantine)
+    return Certificate(
+        rule=rule,
+        attack=attack,
+        num_agents=num_agents,
+        num_byzantine=num_byzantine,
+        dimension=dimension,
+        trials=trials,
+        seed=seed,
+        measured=measured,
+        bounds=bounds,
+    )
+
+
+_Constants = tuple[dict[str, float], dict[str, float | None]]  # measured, bounds
+
+
+def _certify_aggregator(
+    rule: Aggregator, attack: MessageAttack, clouds: Array, keys: Array, *, num_byzantine: int
+) -> _Constants:
+    num_agents = clouds.shape[1]
+    rule_in_use = rule if attack.uses_rule else None
+    received = _received(attack, clouds, keys, num_byzantine=num_byzantine, rule=rule_in_use)
+    ratios = _aggregation_ratios(rule, received, keys, num_byzantine=num_byzantine)
+    fraction = num_byzantine / num_agents
+    num_honest = num_agents - num_byzantine
+    kappa = rule.robustness_bound(num_agents, num_byzantine)
+    # 1/(h(h − 1)) Σ ‖x_i − x_l‖² is 2h/(h − 1) times the variance that kappa is relative to.
+    bound = None if kappa is None else kappa * (num_honest - 1) / (2 * num_honest) / fraction
+    return {"C_ra": float(jnp.max(ratios)) / fraction}, {"C_ra": bound}
+
+
+def _certify_agreement(
+    rule: Agreement, attack: MessageAttack, clouds: Array, keys: Array, *, num_byzantine: int
+) -> _Constants:
+    num_agents = clouds.shape[1]
+    contraction, drift = _agreement_ratios(rule, attack, clouds, keys, num_byzantine=num_byzantine)
+    measured = {"contraction": float(jnp.max(contraction)), "C_avg": float(jnp.max(drift))}
+    bounds = {
+        "contraction": rule.contraction(num_agents, num_byzantine),
+        "C_avg": rule.drift(num_agents, num_byzantine),
+    }
+    return measured, bounds
 
 
 def _attackers(num_agents: int, num_byzantine: int) -> Array:
@@ -110,21 +178,33 @@ def _attackers(num_agents: int, num_byzantine: int) -> Array:
 
 
 @partial(jax.jit, static_argnames=("attack", "num_byzantine", "rule"))
-def _received(attack: MessageAttack, clouds: Array, keys: Array, num_byzantine: int, rule: Aggregator | None) -> Array:
-    """What the last honest agent holds [trials, K, d]. Attacks are compiled apart from rules: fewer programs."""
+def _received(
+    attack: MessageAttack, clouds: Array, keys: Array, *, num_byzantine: int, rule: Aggregator | None
+) -> Array:
+    """Return what the last honest agent holds [trials, K, d].
+
+    Attacks are compiled separately from rules, so that fewer programs are compiled in all.
+    """
     attackers = _attackers(clouds.shape[1], num_byzantine)
 
     def attacked(vectors: Array, key: Array) -> Array:
-        knowledge = Knowledge(vectors, attackers, jnp.asarray(0), key, rule, num_byzantine)
+        knowledge = Knowledge(
+            vectors=vectors,
+            byzantine=attackers,
+            iteration=jnp.asarray(0),
+            key=key,
+            rule=rule,
+            num_byzantine=num_byzantine,
+        )
         return vectors.at[attackers].set(attack.lie(knowledge, attackers[:1] - 1)[0])
 
     return lax.map(lambda both: attacked(*both), (clouds, keys))
 
 
 @partial(jax.jit, static_argnames=("rule", "num_byzantine"))
-def _aggregation_ratios(rule: Aggregator, received: Array, keys: Array, num_byzantine: int) -> Array:
-    """‖F(x) − x̄_H‖² over the honest pairwise variance, [trials]."""
-    # One cloud after the other: vmap would double the time to compile and save little.
+def _aggregation_ratios(rule: Aggregator, received: Array, keys: Array, *, num_byzantine: int) -> Array:
+    """Return ‖F(x) − x̄_H‖² over the honest pairwise variance, [trials]."""
+    # Clouds are measured one after the other: vmap would double the time to compile, and save little.
     results = lax.map(lambda both: rule(both[0], num_byzantine=num_byzantine, key=both[1]), (received, keys))
     honest = received[:, : received.shape[1] - num_byzantine]
     mean = jnp.mean(honest, axis=1)
@@ -134,9 +214,9 @@ def _aggregation_ratios(rule: Aggregator, received: Array, keys: Array, num_byza
 
 @partial(jax.jit, static_argnames=("rule", "attack", "num_byzantine"))
 def _agreement_ratios(
-    rule: Agreement, attack: MessageAttack, clouds: Array, keys: Array, num_byzantine: int
+    rule: Agreement, attack: MessageAttack, clouds: Array, keys: Array, *, num_byzantine: int
 ) -> tuple[Array, Array]:
-    """Diameter after over before, and movement of the mean over diameter before, [trials] each."""
+    """Return the diameter after the round and the move of the mean, both over the diameter before, [trials] each."""
     num_agents = clouds.shape[1]
     num_honest = num_agents - num_byzantine
 

@@ -1,4 +1,4 @@
-"""What all components (rules, attacks) share: they print as they are written, and check what they are given."""
+"""What all components (rules, attacks, …) share: they print as they are written, and they check their options."""
 
 from collections.abc import Collection
 from dataclasses import MISSING, fields
@@ -13,10 +13,14 @@ Vectors = Array | np.ndarray
 
 
 class Component:
-    """A frozen dataclass: hashable, so static under jit; printable, so a run can be repeated from its text."""
+    """The base of all components, which are frozen dataclasses.
+
+    A component is hashable, so it can be static under jit. It prints as the expression that makes it, so a run can be
+    repeated from its text.
+    """
 
     def __str__(self) -> str:
-        """The shortest expression that makes this component: RFA(), NNM(RFA()), Krum(neighbours='original')."""
+        """Return the shortest expression that makes this component, such as NNM(RFA()) or IPM(epsilon=0.1)."""
         options = []
         for option in fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, option.name)
@@ -29,52 +33,57 @@ class Component:
 
 
 def plain_name(name: str) -> str:
-    """The name without case, - and _: avg-zero, AVG_ZERO and AvgZero are one."""
+    """Return the name without case, - and _: avg-zero, AVG_ZERO and AvgZero mean the same."""
     return name.lower().replace("-", "").replace("_", "")
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The hint " Did you mean 'X'?" for an unknown name, or nothing if no known name is like it."""
+    """Return the hint " Did you mean 'X'?" for an unknown name, or "" if no known name is similar."""
     names = {plain_name(each): each for each in known}
     return "".join(f" Did you mean {names[each]!r}?" for each in get_close_matches(plain_name(name), names, n=1))
 
 
 def unknown(kind: str, name: str, known: Collection[str]) -> str:
-    """What to say about a name that is none of the `known` ones."""
+    """Return the error message for a name that is not one of the `known` ones."""
     return f"there is no {kind} {name!r}; known: {', '.join(known)}.{nearest(name, known)}"
 
 
 def check_choice(component: object, name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError if the option is not one of `choices`."""
     if value not in choices:
         raise ValueError(f"{type(component).__name__}: {name} must be one of {', '.join(choices)}; got {value!r}.")
 
 
 def check_positive(component: object, **values: float) -> None:
+    """Raise ValueError if an option is not a positive finite number."""
     for name, value in values.items():
         if not 0 < value < inf:
             raise ValueError(f"{type(component).__name__}: {name} must be positive, got {value}.")
 
 
 def check_count(component: object, **values: object) -> None:
+    """Raise ValueError if an option is not a positive whole number."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{type(component).__name__}: {name} must be a positive whole number, got {value!r}.")
 
 
 def check_finite(component: object, **values: float) -> None:
+    """Raise ValueError if an option is not a finite number."""
     for name, value in values.items():
         if not isfinite(value):
             raise ValueError(f"{type(component).__name__}: {name} must be a finite number, got {value}.")
 
 
 def check_num_byzantine(num_byzantine: object) -> int:
+    """Return f, or raise TypeError if it is not a Python int."""
     if isinstance(num_byzantine, bool) or not isinstance(num_byzantine, int):
         raise TypeError(f"num_byzantine must be a Python int (it decides shapes), got {type(num_byzantine).__name__}.")
     return num_byzantine
 
 
 def check_vectors(name: str, vectors: object) -> Array:
-    """`vectors` as an array [K, d] of real numbers with K and d at least 1, or a clear error."""
+    """Return `vectors` as an array [K, d] of floats, with K and d at least 1, or raise TypeError or ValueError."""
     dtype = getattr(vectors, "dtype", None)
     if dtype is None:
         raise TypeError(f"{name} must be an array [K, d] of float32, got {type(vectors).__name__}.")

@@ -1,10 +1,10 @@
-"""One round of messages: K honest vectors and an attack become what each receiver holds; then a rule is applied there.
+"""One round of messages: every agent sends its vector, attackers send false ones, and each receiver applies a rule.
 
-Rows that all receivers hold alike are multiplied once. Only what attackers sent to one receiver alone is multiplied for
-that receiver, for a group of receivers at a time, so that all K × b × d such messages never exist at once.
+Rows that all receivers hold are multiplied once. Messages that attackers sent to one receiver alone are multiplied for
+that receiver. This is done for a group of receivers at a time, so the K × b × d such messages never exist at once.
 
-A receiver's own row is always its own true vector, also at Byzantine agents: they send false messages to others, and
-keep honest state.
+A receiver's own row is always its true vector, at Byzantine agents too: they send false messages to others, but keep
+an honest state.
 """
 
 from collections.abc import Sequence
@@ -22,55 +22,60 @@ from byzpg.robust.components import Vectors, check_num_byzantine, check_vectors
 from byzpg.robust.geometry import Cloud, SharedRows, dot, is_sound, squared_distances
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors
 
-# Bytes of false messages and Gram matrices held at once; a group of receivers is as large as this allows.
+# Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
 GROUP_BYTES = 2**30
 
 Phase = Literal["gradients", "parameters"]
 
 
-# The random numbers of a round. Members of a real federation use the same addresses, and so draw the same numbers.
+# The random keys of a round. Members of a real federation use the same addresses, and so draw the same numbers.
 
 
 def attack_key(round_key: Array) -> Array:
-    """The key of all attackers in a round."""
+    """Return the key of the attackers in a round."""
     return jax.random.fold_in(round_key, 0)
 
 
 def rule_key(round_key: Array, receiver: Array | int) -> Array:
-    """The key of the rule at one receiver in a round; the server's index is K."""
+    """Return the key of the rule at one receiver in a round. The server has index K."""
     return jax.random.fold_in(jax.random.fold_in(round_key, 1), receiver)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How rows are divided among the devices along one axis of a mesh: in equal parts, in their order."""
+    """How rows are divided among the devices along one axis of a mesh: in equal parts, in their order.
+
+    Args:
+        num_devices: The number of devices along the axis.
+        axis_name: The name of the axis.
+    """
 
     num_devices: int = 1
     axis_name: str = "agent"
 
     def part(self, tree: Any, axis: int = 0) -> Any:
-        """This device's part of leaves that all devices hold; the last row is repeated where there are too few."""
+        """Return this device's part of leaves that all devices hold; the last row is repeated to fill the last part."""
         if self.num_devices == 1:
             return tree
 
-        def of(leaf: Array) -> Array:
+        def part_of(leaf: Array) -> Array:
             number = leaf.shape[axis]
             size = -(-number // self.num_devices)
             mine = lax.axis_index(self.axis_name) * size + jnp.arange(size)
             return jnp.take(leaf, jnp.minimum(mine, number - 1), axis=axis)
 
-        return jax.tree.map(of, tree)
+        return jax.tree.map(part_of, tree)
 
     def whole(self, tree: Any, number: int, axis: int = 0) -> Any:
-        """The inverse of `part`: all `number` rows, on every device."""
+        """Return all `number` rows on every device: the inverse of `part`."""
         if self.num_devices == 1:
             return tree
 
-        def of(leaf: Array) -> Array:
+        def whole_of(leaf: Array) -> Array:
             joined = lax.all_gather(leaf, self.axis_name, axis=axis, tiled=True)
             return lax.slice_in_dim(joined, 0, number, axis=axis)
 
-        return jax.tree.map(of, tree)
+        return jax.tree.map(whole_of, tree)
 
 
 ONE_DEVICE = Shards()
@@ -79,13 +84,21 @@ ONE_DEVICE = Shards()
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Diagnostics:
-    """What one round did to the honest agents. Receivers are the agents, or the one server."""
+    """What one round did to the honest agents. Receivers are the agents, or the server alone.
 
-    error: Array  # [receiver] ‖F(x) − honest mean‖²
-    honest_variance: Array  # 1/(h(h − 1)) Σ_{i,l honest} ‖x_i − x_l‖²; error/variance is C_ra · α
-    diameter_before: Array  # honest diameter
-    diameter_after: Array  # diameter of the honest receivers' results
-    weights: Array | None  # [receiver, sender]; None for rules that are not weighted means
+    Attributes:
+        error: [receiver], ‖F(x) − honest mean‖².
+        honest_variance: 1/(h(h − 1)) Σ_{i,l honest} ‖x_i − x_l‖², for h honest agents; error/variance is C_ra · α.
+        diameter_before: The diameter of the honest vectors.
+        diameter_after: The diameter of the honest receivers' results.
+        weights: [receiver, sender]; None for rules that are not weighted means.
+    """
+
+    error: Array
+    honest_variance: Array
+    diameter_before: Array
+    diameter_after: Array
+    weights: Array | None
 
 
 def exchange(
@@ -118,10 +131,21 @@ def exchange(
         shards: How receivers are divided among the devices of a mesh, all of which hold `vectors` and get the results.
 
     Returns:
-        The results [K, d], or [d] at a server, and the diagnostics (None unless asked for).
+        The results [K, d], or [d] at a server, and the diagnostics (None unless `diagnose`). A result is NaN where
+        fewer than K − f vectors are usable.
 
     Raises:
+        TypeError: If an argument has the wrong type.
         ValueError: If the rule does not tolerate `num_byzantine`, or an argument is out of range.
+
+    Examples:
+        >>> from byzpg.robust import AvgZero, Mean, Median
+        >>> vectors = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [0, 0]])  # the last agent attacks
+        >>> for rule in (Mean(), Median()):
+        ...     results, _ = exchange(rule, vectors, byzantine=[4], attack=AvgZero(), num_byzantine=1)
+        ...     print(rule, results[0])
+        Mean() [0. 0.]
+        Median() [2. 2.]
     """
     vectors = check_vectors("vectors", vectors)
     rule.check(len(vectors), check_num_byzantine(num_byzantine))
@@ -134,7 +158,15 @@ def exchange(
         if rule.needs_key or attack.needs_key:
             raise ValueError(f"{rule} under {attack} draws random numbers: pass key=jax.random.key(seed).")
         key = jax.random.key(0)
-    setting = _Setting(rule, attack, num_byzantine, phase, at_server, diagnose, shards)
+    setting = _Setting(
+        rule=rule,
+        attack=attack,
+        num_byzantine=num_byzantine,
+        phase=phase,
+        at_server=at_server,
+        diagnose=diagnose,
+        shards=shards,
+    )
     with clear_search_errors():
         exchanged = _exchange(setting, vectors, byzantine, jnp.asarray(iteration), key)
         if not isinstance(exchanged[0], Tracer):
@@ -159,7 +191,7 @@ def _check_byzantine(byzantine: Vectors | Sequence[int], num_agents: int) -> Arr
 
 @dataclass(frozen=True)
 class _Setting:
-    """All that shapes the program of a round; static under jit."""
+    """What determines the compiled program of a round; static under jit."""
 
     rule: Rule
     attack: Attack
@@ -174,7 +206,14 @@ class _Setting:
 def _exchange(
     setting: _Setting, vectors: Array, byzantine: Array, iteration: Array, key: Array
 ) -> tuple[Array, Diagnostics | None]:
-    knowledge = Knowledge(vectors, byzantine, iteration, attack_key(key), setting.rule, setting.num_byzantine)
+    knowledge = Knowledge(
+        vectors=vectors,
+        byzantine=byzantine,
+        iteration=iteration,
+        key=attack_key(key),
+        rule=setting.rule,
+        num_byzantine=setting.num_byzantine,
+    )
     messages = _Messages.sent(setting, knowledge)
     receivers, stands_for = _receivers(setting, messages)
     at_group = partial(_at_group, setting, messages, key)
@@ -189,15 +228,16 @@ def _exchange(
 
 @dataclass(frozen=True)
 class _Messages:
-    """What was sent: true vectors and, where attackers tell everyone the same, their messages, as shared rows."""
+    """The messages of a round. The true vectors are shared rows, and so are false ones that go to all receivers."""
 
     knowledge: Knowledge
     shared: SharedRows
-    place_of_lie: Array  # [K], the row of the message that a Byzantine agent sends instead of its vector
+    false_row: Array  # [K], the index of the row that a Byzantine agent sends instead of its vector
     equivocal: bool  # attackers send different messages to different receivers
 
     @classmethod
     def sent(cls, setting: _Setting, knowledge: Knowledge) -> "_Messages":
+        """Ask the attackers for their messages, once if they do not equivocate."""
         vectors, byzantine, num_agents = knowledge.vectors, knowledge.byzantine, knowledge.num_agents
         num_attackers, attack = len(byzantine), setting.attack
         agents = jnp.arange(num_agents)
@@ -206,29 +246,30 @@ class _Messages:
         first = honest[jnp.argmax(shared_usable[honest])]
         equivocal = num_attackers > 0 and _num_answers(attack, setting.phase, knowledge, agents) > 1
         if not equivocal:
-            lies = attack.messages(setting.phase, knowledge, agents[:1])[0] if num_attackers else vectors[:0]
-            shared_rows = jnp.concatenate([vectors, lies])
-            shared_usable = jnp.append(shared_usable, is_sound(lies))
+            false_rows = attack.messages(setting.phase, knowledge, agents[:1])[0] if num_attackers else vectors[:0]
+            shared_rows = jnp.concatenate([vectors, false_rows])
+            shared_usable = jnp.append(shared_usable, is_sound(false_rows))
         majority = num_agents - setting.num_byzantine
-        shared = SharedRows.around(shared_rows, shared_usable, first, majority, candidates=num_agents)
-        place_of_lie = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(num_attackers))
-        return cls(knowledge, shared, place_of_lie, equivocal)
+        shared = SharedRows.around(shared_rows, shared_usable, first=first, majority=majority, candidates=num_agents)
+        false_row = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(num_attackers))
+        return cls(knowledge, shared, false_row, equivocal)
 
     def to_each(self, setting: _Setting, receivers: Array) -> Array:
-        """The messages that only one receiver holds [receiver, Byzantine sender, d]."""
+        """Return the messages that only one receiver holds [receiver, Byzantine sender, d]."""
         if self.equivocal:
             return setting.attack.messages(setting.phase, self.knowledge, receivers)
         vectors = self.knowledge.vectors
         return jnp.zeros((len(receivers), 0, vectors.shape[1]), vectors.dtype)
 
     def held_by(self, receiver: Array, private: Array, own: Array | None) -> Cloud:
-        """What one receiver holds: the truth of honest agents and its own, and of the others what they sent."""
+        """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers."""
         agents = jnp.arange(self.knowledge.num_agents)
         truthful = self.knowledge.is_honest | (agents == receiver)
-        place = jnp.where(truthful, agents, self.place_of_lie)
-        return Cloud.of(self.shared, private, is_sound(private), place, own)
+        place = jnp.where(truthful, agents, self.false_row)
+        return Cloud.of(self.shared, private, is_sound(private), place=place, own=own)
 
     def bytes_per_receiver(self, rule: Rule) -> int:
+        """Estimate the memory that applying the rule at one receiver takes."""
         num_agents, num_attackers = self.knowledge.num_agents, len(self.knowledge.byzantine)
         rows = 2 * num_attackers * self.equivocal + 2 + (0 if rule.has_weights else 2 * num_agents)
         # A cloud's mixing, its Gram matrix and the distances, each held twice.
@@ -237,25 +278,25 @@ class _Messages:
 
 
 def _num_answers(attack: Attack, phase: Phase, knowledge: Knowledge, receivers: Array) -> int:
-    """How many different sets of messages the attack has for these receivers: one, or one for each."""
+    """Return how many sets of messages the attack has for these receivers: one for all of them, or one for each."""
     return jax.eval_shape(lambda asked: attack.messages(phase, knowledge, asked), receivers).shape[0]
 
 
 def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | None]:
-    """Where the rule has to be applied and, if that is not at every agent, the index [K] of who stands for whom."""
+    """Return the receivers to apply the rule at and, if they are not all agents, whose result each agent [K] gets."""
     knowledge = messages.knowledge
     num_agents, num_attackers = knowledge.num_agents, len(knowledge.byzantine)
     if setting.at_server:
         return jnp.asarray([num_agents]), None
     if messages.equivocal or setting.rule.differs_by_receiver:
         return jnp.arange(num_agents), None
-    # All honest receivers hold the same rows, so one stands for them; each attacker also knows its own true vector.
+    # All honest receivers hold the same rows, so one of them stands for all. Each attacker also has its true vector.
     stands_for = jnp.zeros(num_agents, int).at[knowledge.byzantine].set(1 + jnp.arange(num_attackers))
     return jnp.append(knowledge.honest[:1], knowledge.byzantine), stands_for
 
 
 def _at_group(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
-    """Results [receiver, d] and, if diagnosed, weights [receiver, K] of a group of receivers."""
+    """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K] at a group of receivers."""
     rule = setting.rule
 
     def at_receiver(receiver: Array, private: Array) -> tuple[Array, Array | None]:
@@ -289,7 +330,7 @@ def _diameter(rows: Array) -> Array:
 
 
 def _in_groups(function, receivers: Array, bytes_per_receiver: int):
-    """function(receivers), a group at a time, the groups as equal and as few as memory allows."""
+    """Return function(receivers), computed for one group at a time: groups of equal size, as few as memory allows."""
     num_receivers = len(receivers)
     num_groups = -(-num_receivers * bytes_per_receiver // GROUP_BYTES)
     group = -(-num_receivers // max(1, min(num_groups, num_receivers)))

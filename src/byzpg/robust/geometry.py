@@ -1,10 +1,10 @@
-"""What one receiver holds, as a cloud of points: the rows, and the Gram matrix distance rules work in.
+"""What one receiver holds, as a cloud of points: its rows and their Gram matrix, and which vectors are sound.
 
-Rows that every receiver shares are centred and multiplied once; only rows sent to one receiver alone are its own
-cost. A rule never sees the difference: it asks a `Cloud` for distances and hands back coefficients.
+Rows that all receivers share are centred and multiplied once. Only rows that one receiver alone holds are multiplied
+for that receiver. A rule does not see the difference: it asks a `Cloud` for distances, and returns coefficients.
 
-The Gram matrix is centred on a row inside the majority, because parameters differ by 1e-5 at norm 10 and an
-uncentred float32 Gram is all cancellation. The origin is carried along as one more point, for rules that clip norms.
+The Gram matrix is centred on a row inside the majority. Parameters may differ by 1e-5 at norm 10, and an uncentred
+float32 Gram matrix would lose that difference to cancellation. The origin is one more point, for rules that clip norms.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,50 +16,63 @@ from jax import Array, lax
 
 from byzpg.robust.components import Vectors
 
-# A longer row cannot be squared and summed safely in float32; it is treated like a non-finite one.
+# A longer row cannot be squared and summed safely in float32, so it is treated like one that is not finite.
 NORM_LIMIT = 1e18
 
-# A centre is good enough when its distance to the majority is within this factor of the best row's: the Gram
-# matrix then keeps about five of float32's seven digits where it matters.
+# A centre is good enough if its distance to the majority is within this factor of the best row's. The Gram matrix then
+# keeps about five of float32's seven digits for the distances within the majority.
 CENTRE_SLACK = 8.0
-# Each move to a better centre regains three digits, so a few suffice at any distance.
+# Each move to a better centre regains three digits, so a few moves suffice at any distance.
 MOST_CENTRE_MOVES = 8
 
 
 def dot(left: Array, right: Array) -> Array:
-    """Matrix product in full float32, on accelerators too."""
+    """Return the matrix product in full float32, on accelerators too."""
     return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
 
 
 def is_sound(vectors: Vectors) -> Array:
-    """Which vectors [..., d] the rules use: finite ones that are short enough to be squared in float32."""
+    """Return which vectors [..., d] the rules use: those that are finite and shorter than `NORM_LIMIT`.
+
+    Examples:
+        >>> print(is_sound(jnp.array([[1.0, 2], [jnp.nan, 2], [1e25, 2]])))
+        [ True False False]
+    """
     return jnp.sum(jnp.square(vectors), axis=-1) < NORM_LIMIT**2
 
 
 def is_sound_on_host(vector: np.ndarray) -> bool:
     """As `is_sound`, for one vector [d] that arrived from a network, without JAX.
 
-    Stricter by a factor of two: whatever the order of a sum, every vector accepted here is used by the rules.
+    The limit is lower by a factor of two. So the rules use every vector that is accepted here, whatever the order in
+    which they sum its squares.
+
+    Examples:
+        >>> is_sound_on_host(np.array([1.0, 2.0], np.float32)), is_sound_on_host(np.array([np.inf, 2.0], np.float32))
+        (True, False)
     """
-    # Not np.dot: it would wake all threads of the linear algebra library at every message.
+    # Not np.dot: it would wake up all threads of the linear algebra library for every message.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.einsum("i,i", vector, vector) < (NORM_LIMIT / 2) ** 2)
 
 
 def squared_distances(gram: Array) -> Array:
-    """‖x_i − x_j‖² = G_ii + G_jj − 2 G_ij, symmetric to the bit, never negative."""
+    """Return ‖x_i − x_j‖² = G_ii + G_jj − 2 G_ij, exactly symmetric and never negative."""
     square = jnp.diagonal(gram)
     distances = jnp.maximum(square[:, None] + square[None, :] - (gram + gram.T), 0)
     return jnp.where(jnp.eye(len(gram), dtype=bool), 0, distances)
 
 
 def _centred(rows: Array, centre: Array) -> Array:
-    """Rows minus the centre. Non-finite entries become 0: their row has coefficient 0, and 0 × NaN is NaN."""
+    """Return rows minus the centre, with 0 for entries that are not finite.
+
+    The row of such an entry has coefficient 0, but 0 × NaN would be NaN.
+    """
     return jnp.where(jnp.isfinite(rows), rows - centre, 0)
 
 
 def _gram(left: Array, right: Array, left_usable: Array, right_usable: Array) -> Array:
-    """Inner products, 0 where a row is not usable."""
+    """Return the inner products; 0 where a row is not usable."""
     return jnp.where(left_usable[:, None] & right_usable[None, :], dot(left, right.T), 0)
 
 
@@ -79,26 +92,41 @@ class _CentreSearch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedRows:
-    """Rows held by every receiver alike, with the origin as one more row at the end of `centred` and `gram`."""
+    """Rows that all receivers hold, with the origin as one more row at the end of `centred` and `gram`.
 
-    raw: Array  # [c, d] as received
-    centre: Array  # [d]
-    centred: Array  # [c + 1, d]
-    usable: Array  # [c + 1] bool; the origin always is
-    gram: Array  # [c + 1, c + 1]
+    Attributes:
+        raw: [c, d], as received.
+        centre: [d], one of the rows.
+        centred: [c + 1, d], the rows and the origin minus the centre.
+        usable: [c + 1], bool; the origin always is.
+        gram: [c + 1, c + 1], the Gram matrix of `centred`.
+    """
+
+    raw: Array
+    centre: Array
+    centred: Array
+    usable: Array
+    gram: Array
 
     @staticmethod
-    def around(raw: Array, usable: Array, first: Array, majority: int, candidates: int) -> "SharedRows":
-        """`raw` centred on one of its first `candidates` rows, of which a `majority` is trusted to be close together.
+    def around(raw: Array, usable: Array, *, first: Array, majority: int, candidates: int) -> "SharedRows":
+        """Centre the rows on one of them that is near the majority.
 
-        Row `first` is tried first. It may be an attacker's, and a row far away would drown the distances between the
-        others in rounding errors: each move towards the majority regains three digits.
+        The first row to be tried may be an attacker's. If it is far away, rounding errors hide the distances between
+        the others; each move towards the majority regains three digits.
+
+        Args:
+            raw: The rows [c, d].
+            usable: Which of them are usable [c].
+            first: The index of the row to try first.
+            majority: How many of the candidates are trusted to be close together.
+            candidates: How many rows, counted from the first, may become the centre.
         """
         usable_points = jnp.append(usable, True)
         eligible = usable[:candidates]
 
         def move(search: _CentreSearch) -> _CentreSearch:
-            """Centre the rows on the proposed row, and see whether another one is much nearer to the majority."""
+            """Centre the rows on the proposed row, and check whether another one is much nearer to the majority."""
             index = search.proposal
             centre = jnp.where(usable[index], raw[index], 0)
             centred = jnp.concatenate([_centred(raw, centre), -centre[None]])
@@ -129,23 +157,42 @@ class SharedRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cloud:
-    """The n points one receiver holds. Points are affine combinations (`mixing`) of stored rows.
+    """The n points that one receiver holds. Points are affine combinations (`mixing`) of stored rows.
 
-    Stored rows are, in this order: shared rows, the origin, private rows. Point n is always the origin.
+    Stored rows are, in this order: the shared rows, the origin, the private rows. Point n is always the origin.
+
+    Attributes:
+        shared: The rows that all receivers hold.
+        private: [p, d], the rows that this receiver alone holds, as received.
+        private_centred: [p, d], the same minus the centre.
+        mixing: [n + 1, c + 1 + p], the points as combinations of stored rows; its rows sum to one.
+        usable: [n], which points the rules may use.
+        gram: [n + 1, n + 1], the Gram matrix of the points and the origin.
+        own: The index of the receiver's own point, where that is known.
+        plain: Whether the points are stored rows, unmixed.
+
+    Examples:
+        >>> cloud = Cloud.received(jnp.array([[1.0, 1], [1, 3], [2, 2]]), None, 2, None)
+        >>> print(cloud.distances())
+        [[0. 4. 2.]
+         [4. 0. 2.]
+         [2. 2. 0.]]
+        >>> print(cloud.combine(cloud.mean_of(jnp.array([True, True, False]))))
+        [1. 2.]
     """
 
     shared: SharedRows
-    private: Array  # [p, d] as received
-    private_centred: Array  # [p, d]
-    mixing: Array  # [n + 1, c + 1 + p], rows sum to one
-    usable: Array  # [n]
-    gram: Array  # [n + 1, n + 1]
-    own: Array | None = None  # which point is the receiver's own, where that is known
-    plain: bool = field(default=True, metadata={"static": True})  # points are stored rows, unmixed
+    private: Array
+    private_centred: Array
+    mixing: Array
+    usable: Array
+    gram: Array
+    own: Array | None = None
+    plain: bool = field(default=True, metadata={"static": True})
 
     @staticmethod
-    def of(shared: SharedRows, private: Array, private_usable: Array, place: Array, own: Array | None) -> "Cloud":
-        """The cloud whose point j is stored row place[j] (shared rows first, then private ones)."""
+    def of(shared: SharedRows, private: Array, private_usable: Array, *, place: Array, own: Array | None) -> "Cloud":
+        """Return the cloud whose point j is row place[j]: shared rows are counted first, then private ones."""
         num_shared = len(shared.raw)
         place = jnp.where(place < num_shared, place, place + 1)  # step over the origin's slot
         place = jnp.append(place, num_shared)
@@ -156,59 +203,75 @@ class Cloud:
         stored_gram = jnp.block([[shared.gram, cross.T], [cross, inner]])
         mixing = (place[:, None] == jnp.arange(len(usable))).astype(shared.raw.dtype)
         return Cloud(
-            shared,
-            private,
-            centred,
-            mixing,
-            usable[place[:-1]],
-            stored_gram[place][:, place],
-            own,
+            shared=shared,
+            private=private,
+            private_centred=centred,
+            mixing=mixing,
+            usable=usable[place[:-1]],
+            gram=stored_gram[place][:, place],
+            own=own,
         )
 
     @staticmethod
     def received(rows: Array, present: Array | None, majority: int, own: Array | None) -> "Cloud":
-        """The cloud of one receiver's rows [K, d], `majority` of which can be trusted to be near each other."""
+        """Return the cloud of the rows [K, d] that one receiver holds.
+
+        Args:
+            rows: The vectors that it received.
+            present: Which of them have arrived [K]; None means all.
+            majority: How many of them can be trusted to be near each other, K − f.
+            own: The index of the receiver's own row, if it has one.
+        """
         num_rows = len(rows)
         usable = is_sound(rows) if present is None else is_sound(rows) & present
-        shared = SharedRows.around(rows, usable, jnp.argmax(usable), majority, num_rows)
-        # Every point is a shared row, in order: as `of` would find by gathering, which takes long to compile.
-        nothing = rows[:0]
-        return Cloud(shared, nothing, nothing, jnp.eye(num_rows + 1, dtype=rows.dtype), usable, shared.gram, own)
+        shared = SharedRows.around(rows, usable, first=jnp.argmax(usable), majority=majority, candidates=num_rows)
+        # Every point is a shared row, in order. `of` would give the same, but its gathers take long to compile.
+        no_rows = rows[:0]
+        return Cloud(
+            shared=shared,
+            private=no_rows,
+            private_centred=no_rows,
+            mixing=jnp.eye(num_rows + 1, dtype=rows.dtype),
+            usable=usable,
+            gram=shared.gram,
+            own=own,
+        )
 
     @property
     def num_points(self) -> int:
+        """n, the number of points without the origin."""
         return len(self.usable)
 
     def distances(self) -> Array:
-        """Squared distances [n, n] between points, infinite to and from points that are not usable."""
+        """Return the squared distances [n, n] between points, infinite to and from points that are not usable."""
         usable = self.usable
         distances = squared_distances(self.gram[:-1, :-1])
         return jnp.where(usable[:, None] & usable[None, :], distances, jnp.inf)
 
     def distances_to(self, coefficients: Array) -> Array:
-        """‖x_i − Σ_j u_j x_j‖ [n + 1], for affine coefficients u [n + 1]; 0 for unusable points."""
+        """Return ‖x_i − Σ_j u_j x_j‖ [n + 1] for affine coefficients u [n + 1]; 0 for points that are not usable."""
         product = dot(self.gram, coefficients)
         square = jnp.diagonal(self.gram) - 2 * product + dot(coefficients, product)
         return jnp.where(jnp.append(self.usable, True), jnp.sqrt(jnp.maximum(square, 0)), 0)
 
     def mean_of(self, members: Array) -> Array:
-        """Coefficients [n + 1] of the mean over `members` [n]; none for the origin."""
+        """Return the coefficients [n + 1] of the mean over `members` [n]; the origin has coefficient 0."""
         members = members.astype(self.gram.dtype)
         return jnp.append(members / jnp.sum(members), 0)
 
     def origin(self) -> Array:
-        """Coefficients [n + 1] of the origin."""
+        """Return the coefficients [n + 1] of the origin."""
         return jnp.zeros_like(self.gram[0]).at[-1].set(1)
 
     def combine(self, coefficients: Array) -> Array:
-        """Σ_j u_j x_j [d], for affine coefficients u [n + 1]."""
+        """Return Σ_j u_j x_j [d] for affine coefficients u [n + 1]."""
         return self._stored_sum(dot(coefficients, self.mixing)[None])[0]
 
     def _stored_sum(self, stored: Array) -> Array:
-        """Affine combinations [m, c + 1 + p] of the stored rows.
+        """Return affine combinations [m, c + 1 + p] of the stored rows.
 
-        The origin's share is taken off the centre beforehand: taken off afterwards, it would leave only rounding errors
-        of a result much shorter than the centre.
+        The origin's share is subtracted from the centre beforehand. If it were subtracted from the result, rounding
+        errors would spoil a result that is much shorter than the centre.
         """
         num_shared = len(self.shared.raw)
         total = dot(stored[:, :num_shared], self.shared.centred[:-1])
@@ -219,9 +282,9 @@ class Cloud:
         return total + share[:, None] * self.shared.centre
 
     def mixed(self, matrix: Array, usable: Array, own: Array | None) -> "Cloud":
-        """The cloud of affine combinations matrix [n', n + 1] of these points."""
+        """Return the cloud whose points are the affine combinations `matrix` [n', n + 1] of these points."""
         matrix = jnp.concatenate([matrix, jnp.zeros_like(matrix[:1]).at[0, -1].set(1)])
-        # Points pulled towards the origin lie far from the old centre: centre on one of them instead.
+        # Points that were scaled towards the origin are far from the old centre, so centre on one of them instead.
         pulled = jnp.any(matrix[:-1, -1] != 0)
         around = matrix[:, :-1] - matrix[jnp.argmax(usable), :-1]
         around = jnp.concatenate([around, -jnp.sum(around, axis=1, keepdims=True)], axis=1)
@@ -236,11 +299,11 @@ class Cloud:
         )
 
     def rows(self, members: Array | None = None) -> tuple[list[Array], list[Array]]:
-        """The points as a list, in any order, and which of them are `members` [n] (default: the usable ones)."""
+        """Return the points as a list, in any order, and which of them are `members` [n] (default: the usable ones)."""
         if members is None:
             members = self.usable
         num_shared = len(self.shared.raw)
-        if self.plain:  # as received: no rounding from centring, and no copy
+        if self.plain:  # the rows as received, without rounding from centring, and without a copy
             stored = jnp.any((self.mixing[:-1] > 0) & members[:, None], axis=0)
             stored = lax.optimization_barrier(stored)
             return [*self.shared.raw, *self.private], [*stored[:num_shared], *stored[num_shared + 1 :]]

@@ -1,20 +1,22 @@
-"""The least-diameter subset, exactly, at any number of rows, inside jit.
+"""The subset of m rows with the least diameter: exact, at any number of rows, inside jit.
 
-"Is there a subset of m rows with diameter ≤ δ" asks for a vertex cover of at most n − m rows in the graph whose edges
-are the pairs further apart than δ. The search bisects δ over the distances that occur and decides each question by
-branch and bound on bit sets (one row of the graph is K/32 words). Three reductions do nearly all of the work:
+Consider the graph whose edges are the pairs of rows further apart than δ. There is a subset of m rows with diameter ≤ δ
+if and only if this graph has a vertex cover of at most n − m rows: the rows to drop. The search bisects δ over the
+distances that occur. It answers each question by branch and bound on bit sets (a row of the graph is K/32 words). Three
+reductions do nearly all of the work:
 
-- a row with more far partners than there is budget must be dropped;
-- a row with one far partner may be kept and the partner dropped;
-- where no row has more than two, only cycles are left, and any of their rows may be dropped.
+- a row with more far partners than rows may still be dropped must be dropped itself;
+- a row with one far partner may be kept, and the partner dropped;
+- where no row has more than two far partners, only cycles are left, and any of their rows may be dropped.
 
-Only a row with three or more far partners branches: drop it, or keep it and drop all its partners.
+Only a row with three or more far partners makes the search branch: drop it, or keep it and drop all its partners.
 
-Several subsets may share the least diameter. The one returned is the first in lexicographic order, rows being ordered
-by their Krum score (the sum of their m smallest squared distances; equal scores by index): a definition that does not
-depend on which path found the subset nor, but for equal scores, on how the rows were numbered.
+Several subsets may share the least diameter. The result is the first of them in lexicographic order, with the rows
+ordered by their Krum scores (the sum of the m smallest squared distances of a row; equal scores by index). So it does
+not depend on how the subset was found nor, except for equal scores, on how the rows are numbered.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 from math import comb
@@ -27,34 +29,50 @@ from jax import Array, lax
 
 from byzpg.robust.order_statistics import kth_smallest, smallest, sum_of_smallest
 
-# With no more pairs in all subsets together than this, looking at all of them is faster than searching.
+# If all subsets together have at most this many pairs, listing them is faster than searching.
 TABLE_LIMIT = 2**15
 
 RUNNING, FOUND, NONE, OUT_OF_NODES = range(4)
 
 
 class SearchLimitError(RuntimeError):
-    """The node limit was reached before the least-diameter subset was proven."""
+    """The search reached its node limit before it had proven the least-diameter subset."""
 
 
 def least_diameter_subset(distances: Array, usable: Array, size: int, node_limit: int) -> Array:
-    """Members [K] of the least-diameter subset of `size` usable rows, given squared distances [K, K].
+    """Find the subset of `size` usable rows with the least diameter.
 
-    `distances` is symmetric, and infinite to and from rows that are not usable.
+    Args:
+        distances: Squared distances [K, K], symmetric, and infinite to and from rows that are not usable.
+        usable: Which rows [K] are usable; at least `size` of them.
+        size: The number of rows in the subset.
+        node_limit: The most nodes that the search may visit.
+
+    Returns:
+        The members of the subset, as a mask [K].
+
+    Raises:
+        SearchLimitError: If `node_limit` is reached. Under jit, XLA wraps this error in one of its own.
+
+    Examples:
+        >>> positions = jnp.array([0.0, 1.0, 2.0, 9.0])
+        >>> distances = (positions[:, None] - positions[None, :]) ** 2
+        >>> print(least_diameter_subset(distances, jnp.ones(4, bool), size=3, node_limit=1000))
+        [ True  True  True False]
     """
     scores = jnp.where(usable, sum_of_smallest(distances, size), jnp.inf)
     order = jnp.argsort(scores, stable=True)
     distances, usable = distances[order][:, order], usable[order]
     if comb(len(usable), size) * comb(size, 2) <= TABLE_LIMIT:
-        members = _look_at_all(distances, size)
+        members = _by_listing(distances, size)
     else:
-        members = _search(distances, usable, size, node_limit)
+        members = _by_search(distances, usable, size, node_limit)
     return jnp.zeros_like(usable).at[order].set(members)
 
 
 @lru_cache
 def _subset_table(num_rows: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """All subsets in lexicographic order: their members [C, K], and their pairs as flat indices [C, pairs]."""
+    """Return all subsets in lexicographic order: their members [C, K], and their pairs as flat indices [C, pairs]."""
     subsets = np.array(list(combinations(range(num_rows), size)))
     members = np.zeros((len(subsets), num_rows), bool)
     np.put_along_axis(members, subsets, True, axis=1)
@@ -62,7 +80,7 @@ def _subset_table(num_rows: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     return members, subsets[:, first] * num_rows + subsets[:, second]
 
 
-def _look_at_all(distances: Array, size: int) -> Array:
+def _by_listing(distances: Array, size: int) -> Array:
     members, pairs = _subset_table(len(distances), size)
     diameters = jnp.max(distances.ravel()[pairs], axis=1, initial=0)
     return jnp.asarray(members)[jnp.argmin(diameters)]
@@ -89,26 +107,39 @@ def _count(words: Array) -> Array:
 
 
 def _union(sets: Array, chosen: Array) -> Array:
-    """Union of the chosen ones among sets [n, words]."""
+    """Return the union of the chosen sets among `sets` [n, words]."""
     return lax.reduce(jnp.where(chosen[:, None], sets, 0), jnp.uint32(0), lax.bitwise_or, (0,))
 
 
 class _Node(NamedTuple):
-    """The depth-first search at one node: rows still undecided, rows dropped, and the branches not yet tried."""
+    """The depth-first search for a vertex cover, at one node. Sets of rows are bit sets."""
 
-    open: Array
+    open: Array  # rows that are still undecided
     dropped: Array
-    depth: Array
-    stack_open: Array
+    depth: Array  # number of branches on the stack
+    stack_open: Array  # `open` and `dropped` of the branches that are still to be tried
     stack_dropped: Array
     status: Array
     nodes: Array  # visited so far
 
 
 def _cover(
-    far: Array, open_: Array, dropped: Array, budget: Array, nodes: Array, node_limit: int, max_depth: int
+    far: Array, *, open_rows: Array, dropped: Array, budget: Array, nodes: Array, node_limit: int, max_depth: int
 ) -> _Node:
-    """Drop at most `budget` rows in all so that no two rows left in `open_` are far apart, if that is possible."""
+    """Search for rows to drop, so that no two rows left in `open_rows` are far apart.
+
+    Args:
+        far: For each row, the set of rows that are far from it [K, words].
+        open_rows: The rows that may be dropped or kept.
+        dropped: The rows that are already dropped.
+        budget: The most rows that may be dropped in all.
+        nodes: The number of nodes visited before.
+        node_limit: The most nodes that may be visited in all.
+        max_depth: The most branches that can be open at once.
+
+    Returns:
+        The last node: its status is FOUND, NONE or OUT_OF_NODES.
+    """
     width = len(far)
     single = _pack(jnp.eye(width, dtype=bool))
     before = _pack(jnp.tril(jnp.ones((width, width), bool), -1))
@@ -119,7 +150,7 @@ def _cover(
         left = budget - _count(node.dropped)
         busiest = jnp.argmax(degree)
         most = degree[busiest]
-        # `left` drops remove at most left × most edges.
+        # Dropping `left` rows removes at most left × most edges.
         hopeless = (left < 0) | (jnp.sum(degree) > 2 * left * most)
         solved = ~hopeless & (most == 0)
 
@@ -154,11 +185,21 @@ def _cover(
         )
 
     empty = jnp.zeros((max_depth, far.shape[1]), jnp.uint32)
-    start = _Node(open_, dropped, jnp.int32(0), empty, empty, jnp.int32(RUNNING), nodes)
+    start = _Node(
+        open=open_rows,
+        dropped=dropped,
+        depth=jnp.int32(0),
+        stack_open=empty,
+        stack_dropped=empty,
+        status=jnp.int32(RUNNING),
+        nodes=nodes,
+    )
     return lax.while_loop(lambda node: node.status == RUNNING, step, start)
 
 
 class _Bisection(NamedTuple):
+    """The search for the least diameter."""
+
     low: Array  # no subset has a smaller diameter
     high: Array  # the diameter of the subset that leaves out `dropped`
     dropped: Array
@@ -166,105 +207,132 @@ class _Bisection(NamedTuple):
     status: Array
 
 
-class _Canonical(NamedTuple):
+class _Ordering(NamedTuple):
+    """The search for the first subset of least diameter in lexicographic order."""
+
     dropped: Array  # by the best subset so far
-    settled: Array  # rows that every subset preferred so far must drop
+    settled: Array  # rows that every better subset must drop
     nodes: Array
     status: Array
 
 
-def _search(distances: Array, usable: Array, size: int, node_limit: int) -> Array:
-    width = len(usable)
-    budget = jnp.sum(usable) - size
-    everyone = _pack(usable)
-    nobody = jnp.zeros_like(everyone)
-    index = jnp.arange(width)
+@dataclass(frozen=True)
+class _Problem:
+    """One search, for rows in the order of their Krum scores."""
 
-    def cover(far: Array, kept: Array, nodes: Array) -> _Node:
-        """The search for a subset that holds all of `kept` (a mask)."""
+    distances: Array
+    usable: Array
+    size: int
+    node_limit: int
+    budget: Array  # number of usable rows that the subset leaves out
+    usable_set: Array  # `usable` as a bit set
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.usable)
+
+    def cover(self, far: Array, kept: Array, nodes: Array) -> _Node:
+        """Search for a subset that has no two rows far apart and contains all of `kept` (a mask)."""
         kept_set = _pack(kept)
-        dropped = _union(far, kept) & everyone
+        dropped = _union(far, kept) & self.usable_set
         clash = jnp.any(dropped & kept_set)
-        limit = jnp.where(clash, -1, budget)
         return _cover(
             far,
-            everyone & ~dropped & ~kept_set,
-            dropped,
-            limit,
-            nodes,
-            node_limit,
-            max_depth=width - size + 1,
+            open_rows=self.usable_set & ~dropped & ~kept_set,
+            dropped=dropped,
+            budget=jnp.where(clash, -1, self.budget),
+            nodes=nodes,
+            node_limit=self.node_limit,
+            max_depth=self.num_rows - self.size + 1,
         )
 
-    def diameter_without(dropped: Array) -> Array:
-        inside = usable & ~_unpack(dropped, width)
-        return jnp.max(jnp.where(inside[:, None] & inside[None, :], distances, 0))
+    def diameter_without(self, dropped: Array) -> Array:
+        inside = self.usable & ~_unpack(dropped, self.num_rows)
+        return jnp.max(jnp.where(inside[:, None] & inside[None, :], self.distances, 0))
 
-    # A subset's diameter is at least its members' distance to their m-th nearest row; the ball around the row where
-    # that is least is a subset to start from.
-    radius = kth_smallest(distances, size - 1)
-    ball = smallest(distances[jnp.argmin(radius)], size)
-    outside = everyone & ~_pack(ball)
+    def least_diameter(self) -> _Bisection:
+        """Find the least diameter, and some subset that has it."""
+        distances = self.distances
+        # A subset's diameter is at least the distance of each member to its m-th nearest row. The ball around the row
+        # for which that distance is least is the subset to start from.
+        radius = kth_smallest(distances, self.size - 1)
+        ball = smallest(distances[jnp.argmin(radius)], self.size)
+        outside = self.usable_set & ~_pack(ball)
 
-    def bisect(state: _Bisection) -> _Bisection:
-        # Halve the interval, then move both ends to distances that occur. The order of non-negative floats is that
-        # of their bits, so halving bits ends; halving values might not.
-        integer = jnp.int32 if distances.dtype.itemsize == 4 else jnp.int64
-        bits = lax.bitcast_convert_type(jnp.stack([state.low, state.high]), integer)
-        middle = lax.bitcast_convert_type(bits[0] + (bits[1] - bits[0]) // 2, state.low.dtype)
-        node = cover(_pack(distances > middle), jnp.zeros_like(usable), state.nodes)
-        found = node.status == FOUND
-        above = jnp.min(jnp.where(distances > middle, distances, jnp.inf))
-        return _Bisection(
-            low=jnp.where(found, state.low, above),
-            high=jnp.where(found, diameter_without(node.dropped), state.high),
-            dropped=jnp.where(found, node.dropped, state.dropped),
-            nodes=node.nodes,
-            status=node.status,
+        def bisect(state: _Bisection) -> _Bisection:
+            # Halve the interval, then move both ends to distances that occur. Non-negative floats are ordered as their
+            # bits are, and halving bits ends; halving values might not.
+            integer = jnp.int32 if distances.dtype.itemsize == 4 else jnp.int64
+            bits = lax.bitcast_convert_type(jnp.stack([state.low, state.high]), integer)
+            middle = lax.bitcast_convert_type(bits[0] + (bits[1] - bits[0]) // 2, state.low.dtype)
+            node = self.cover(_pack(distances > middle), jnp.zeros_like(self.usable), state.nodes)
+            found = node.status == FOUND
+            above = jnp.min(jnp.where(distances > middle, distances, jnp.inf))
+            return _Bisection(
+                low=jnp.where(found, state.low, above),
+                high=jnp.where(found, self.diameter_without(node.dropped), state.high),
+                dropped=jnp.where(found, node.dropped, state.dropped),
+                nodes=node.nodes,
+                status=node.status,
+            )
+
+        return lax.while_loop(
+            lambda state: (state.low < state.high) & (state.status != OUT_OF_NODES),
+            bisect,
+            _Bisection(
+                low=jnp.min(radius),
+                high=self.diameter_without(outside),
+                dropped=outside,
+                nodes=jnp.int32(0),
+                status=jnp.int32(RUNNING),
+            ),
         )
 
-    best = lax.while_loop(
-        lambda state: (state.low < state.high) & (state.status != OUT_OF_NODES),
-        bisect,
-        _Bisection(jnp.min(radius), diameter_without(outside), outside, jnp.int32(0), jnp.int32(RUNNING)),
-    )
+    def first_in_order(self, best: _Bisection) -> _Ordering:
+        """Find the first subset of least diameter: try to keep, in order, each row that the subset leaves out."""
+        usable, num_rows = self.usable, self.num_rows
+        index = jnp.arange(num_rows)
+        far = _pack(self.distances > best.high)
 
-    # Now the first such subset in lexicographic order: try to keep, in order, each row that the subset leaves out.
-    far = _pack(distances > best.high)
+        def doubtful(state: _Ordering) -> Array:
+            """Rows that are left out without proof, and come before the subset is full."""
+            dropped = _unpack(state.dropped, num_rows)
+            kept = usable & ~dropped
+            kept_before = jnp.cumsum(kept) - kept
+            return dropped & ~_unpack(state.settled, num_rows) & (kept_before < self.size)
 
-    def doubtful(state: _Canonical) -> Array:
-        """Rows the subset leaves out for no proven reason, as long as the rows before them do not fill it."""
-        dropped = _unpack(state.dropped, width)
-        kept = usable & ~dropped
-        kept_before = jnp.cumsum(kept) - kept
-        return dropped & ~_unpack(state.settled, width) & (kept_before < size)
+        def improve(state: _Ordering) -> _Ordering:
+            row = jnp.argmax(doubtful(state))
+            kept = (usable & ~_unpack(state.dropped, num_rows) & (index < row)) | (index == row)
+            node = self.cover(far, kept, state.nodes)
+            found = node.status == FOUND
+            return _Ordering(
+                dropped=jnp.where(found, node.dropped, state.dropped),
+                settled=jnp.where(found, state.settled, state.settled | _pack(index == row)),
+                nodes=node.nodes,
+                status=node.status,
+            )
 
-    def improve(state: _Canonical) -> _Canonical:
-        row = jnp.argmax(doubtful(state))
-        kept = (usable & ~_unpack(state.dropped, width) & (index < row)) | (index == row)
-        node = cover(far, kept, state.nodes)
-        found = node.status == FOUND
-        return _Canonical(
-            dropped=jnp.where(found, node.dropped, state.dropped),
-            settled=jnp.where(found, state.settled, state.settled | _pack(index == row)),
-            nodes=node.nodes,
-            status=node.status,
+        return lax.while_loop(
+            lambda state: jnp.any(doubtful(state)) & (state.status != OUT_OF_NODES),
+            improve,
+            _Ordering(best.dropped, settled=jnp.zeros_like(self.usable_set), nodes=best.nodes, status=best.status),
         )
 
-    first = lax.while_loop(
-        lambda state: jnp.any(doubtful(state)) & (state.status != OUT_OF_NODES),
-        improve,
-        _Canonical(best.dropped, nobody, best.nodes, best.status),
-    )
-    members = usable & ~_unpack(first.dropped, width)
+
+def _by_search(distances: Array, usable: Array, size: int, node_limit: int) -> Array:
+    budget = jnp.sum(usable) - size
+    problem = _Problem(distances, usable, size, node_limit, budget=budget, usable_set=_pack(usable))
+    first = problem.first_in_order(problem.least_diameter())
+    members = usable & ~_unpack(first.dropped, len(usable))
     members &= jnp.cumsum(members) <= size
     return members & _proven(first.status != OUT_OF_NODES, node_limit)
 
 
 def _proven(proven: Array, node_limit: int) -> Array:
-    """True, or an error: under jit too, an unproven subset must never pass for the right one."""
+    """Return True or raise an error, under jit too: a subset that is not proven must never be returned."""
 
-    def complain(proven: np.ndarray) -> np.ndarray:
+    def check(proven: np.ndarray) -> np.ndarray:
         if not np.all(proven):
             raise SearchLimitError(
                 f"MDA: the least-diameter subset was not proven within node_limit = {node_limit} search nodes. "
@@ -272,4 +340,4 @@ def _proven(proven: Array, node_limit: int) -> Array:
             )
         return np.asarray(proven)
 
-    return jax.pure_callback(complain, jax.ShapeDtypeStruct((), bool), proven, vmap_method="broadcast_all")
+    return jax.pure_callback(check, jax.ShapeDtypeStruct((), bool), proven, vmap_method="broadcast_all")

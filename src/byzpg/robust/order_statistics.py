@@ -1,8 +1,8 @@
-"""Order statistics along a short axis, elementwise over everything else.
+"""Order statistics along a short axis, elementwise over all other axes.
 
-Sorting K values per coordinate, for millions of coordinates, is the whole cost of the median rules. A sorting
-network is a fixed list of (min, max) pairs, so XLA fuses it with whatever consumes the sorted values into one
-vectorised pass over memory, which `jnp.sort` along an axis is not on a CPU.
+Sorting K values in each of millions of coordinates is the whole cost of the median rules. A sorting network is a fixed
+list of (min, max) pairs. XLA therefore fuses it with the code that consumes the sorted values into one vectorised pass
+over memory, which it does not do for `jnp.sort` on a CPU.
 """
 
 from functools import lru_cache
@@ -10,15 +10,15 @@ from functools import lru_cache
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Past this width the unrolled network takes longer to compile than it saves; jnp.sort takes over. For K × K matrices,
-# which are small, that point comes earlier, and top_k takes over.
+# For more values than this, the unrolled network takes longer to compile than it saves, and jnp.sort is used. K × K
+# matrices are small, so for them the limit is lower, and top_k is used.
 NETWORK_LIMIT = 128
 MATRIX_NETWORK_LIMIT = 32
 
 
 @lru_cache
 def sorting_network(width: int) -> tuple[tuple[int, int], ...]:
-    """Comparators (i, j), i < j, of Batcher's odd-even merge sort (Batcher 1968) on `width` wires."""
+    """Return the comparators (i, j), i < j, of Batcher's odd-even merge sort (Batcher 1968) on `width` wires."""
     comparators = []
     run = 1
     while run < width:
@@ -34,7 +34,7 @@ def sorting_network(width: int) -> tuple[tuple[int, int], ...]:
 
 
 def ascending(values: list[Array]) -> list[Array]:
-    """The same values, elementwise in ascending order. NaN must have been masked out before."""
+    """Return the same values, elementwise in ascending order. There must be no NaN among them."""
     if len(values) > NETWORK_LIMIT:
         return list(jnp.sort(jnp.stack(values), axis=0))
     values = list(values)
@@ -47,7 +47,7 @@ def ascending(values: list[Array]) -> list[Array]:
 
 
 def _smallest_first(values: Array, count: int) -> list[Array]:
-    """The `count` smallest values along the last axis, in ascending order."""
+    """Return the `count` smallest values along the last axis, in ascending order."""
     width = values.shape[-1]
     if width > MATRIX_NETWORK_LIMIT:
         return list(jnp.moveaxis(-lax.top_k(-values, count)[0], -1, 0))
@@ -55,12 +55,12 @@ def _smallest_first(values: Array, count: int) -> list[Array]:
 
 
 def kth_smallest(values: Array, rank: int) -> Array:
-    """The value of 0-based `rank` along the last axis."""
+    """Return the value of 0-based `rank` along the last axis."""
     return _smallest_first(values, rank + 1)[rank]
 
 
 def sum_of_smallest(values: Array, count: int | Array) -> Array:
-    """The sum of the `count` smallest values along the last axis."""
+    """Return the sum of the `count` smallest values along the last axis."""
     zero = jnp.zeros_like(values[..., 0])
     if isinstance(count, int):
         return sum(_smallest_first(values, count), zero)
@@ -69,7 +69,7 @@ def sum_of_smallest(values: Array, count: int | Array) -> Array:
 
 
 def smallest(values: Array, count: int) -> Array:
-    """Which entries along the last axis are its `count` smallest; ties go to the lower index."""
+    """Return which entries along the last axis are its `count` smallest; ties go to the lower index."""
     threshold = kth_smallest(values, count - 1)[..., None]
     tied = values == threshold
     room = count - jnp.sum(values < threshold, axis=-1, keepdims=True)

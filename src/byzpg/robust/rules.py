@@ -22,20 +22,27 @@ from byzpg.robust.least_diameter import SearchLimitError
 
 
 class Rule(Component, ABC):
-    """A rule that turns the K vectors one receiver holds into one vector."""
+    """A rule that turns the K vectors one receiver holds into one vector.
 
-    bound: ClassVar[str] = "f < K/2"  # shown when it is broken
-    needs_key: ClassVar[bool] = False  # randomised rules
-    needs_own: ClassVar[bool] = False  # defined only for a receiver that has a row of its own
-    # Two receivers of the same rows may get different results.
-    differs_by_receiver: ClassVar[bool] = False
+    This is the base of aggregation and agreement rules. A rule of your own subclasses `WeightedAggregator`,
+    `Aggregator` or `Agreement`, and implements `coefficients` or `combine`.
+    """
+
+    bound: ClassVar[str] = "f < K/2"  # for the error message of `check`
+    needs_key: ClassVar[bool] = False  # the rule is randomised
+    needs_own: ClassVar[bool] = False  # the rule is defined only for a receiver that has a row of its own
+    differs_by_receiver: ClassVar[bool] = False  # two receivers of the same rows may get different results
 
     def max_byzantine(self, num_agents: int) -> int:
-        """The largest number of Byzantine agents the rule tolerates among `num_agents`."""
+        """Return the largest f that the rule tolerates among K = `num_agents` agents."""
         return (num_agents - 1) // 2
 
     def check(self, num_agents: int, num_byzantine: int) -> None:
-        """Raise ValueError, naming the bound and the largest f allowed, if the rule does not tolerate f of K."""
+        """Check that the rule tolerates f of K.
+
+        Raises:
+            ValueError: If it does not; the message names the bound and the largest f allowed.
+        """
         if num_agents < 1:
             raise ValueError(f"{self}: the number of agents must be at least 1, got {num_agents}.")
         if num_byzantine < 0:
@@ -47,19 +54,23 @@ class Rule(Component, ABC):
 
     @abstractmethod
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        """The rule itself, on the points of one receiver's cloud."""
+        """Return the result [d] of the rule on the points that one receiver holds."""
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        """Affine coefficients [n + 1] of the points (the last one the origin), for rules that have them."""
+        """Return the coefficients [n + 1], summing to one, of the points and the origin in the result.
+
+        Only rules that are weighted means of the points have coefficients.
+        """
         raise NotImplementedError
 
     @property
     def has_weights(self) -> bool:
+        """Whether the rule is a weighted mean of the rows."""
         return type(self).coefficients is not Rule.coefficients
 
 
 class WeightedRule(Rule):
-    """A rule whose result is a combination of the points, found from the Gram matrix alone."""
+    """A rule whose result is a weighted mean of the points, with weights that follow from the Gram matrix alone."""
 
     @abstractmethod
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array: ...
@@ -71,18 +82,33 @@ class WeightedRule(Rule):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Applied:
-    """The outcome of a rule at one receiver."""
+    """The outcome of a rule at one receiver.
 
-    result: Array  # [d]; NaN where it is undefined, because nothing can be raised inside jit
-    weights: Array | None  # [K], of each sender; None if they were not asked for
-    num_usable: Array  # rows that are present and sound
-    defined: Array  # bool: at least K − f rows are usable, and the receiver's own where the rule needs it
+    Attributes:
+        result: [d]; NaN where it is undefined, because nothing can be raised inside jit.
+        weights: [K], of each sender; None if they were not asked for.
+        num_usable: The number of rows that are present and sound.
+        defined: Whether at least K − f rows are usable, and the receiver's own row too if the rule needs it.
+    """
+
+    result: Array
+    weights: Array | None
+    num_usable: Array
+    defined: Array
 
 
 def apply_at_receiver(
     rule: Rule, cloud: Cloud, *, num_byzantine: int, key: Array | None, with_weights: bool = False
 ) -> Applied:
-    """Apply `rule` to what one receiver holds."""
+    """Apply `rule` to what one receiver holds.
+
+    Args:
+        rule: The aggregation or agreement rule.
+        cloud: The receiver's rows.
+        num_byzantine: f, the number of Byzantine rows to tolerate. The caller has checked that the rule tolerates it.
+        key: Random key, for randomised rules.
+        with_weights: Whether to return the weight of each sender, for a rule that has weights.
+    """
     weights = None
     if with_weights:
         coefficients = rule.coefficients(cloud, num_byzantine, key)
@@ -108,9 +134,10 @@ def apply_rule(
     own: int | Array | None = None,
     with_weights: bool = False,
 ) -> Applied:
-    """Check the input, apply the rule to the rows [K, d], and raise an error where the result is undefined.
+    """Check the arguments, apply `rule` to the rows [K, d], and raise an error if the result is undefined.
 
-    Under jit or vmap, values are not known yet: there, an undefined result is NaN.
+    Under jit or vmap, where values are not known yet, an undefined result is NaN instead. The arguments are those of
+    `Aggregator` and `Agreement`.
     """
     rows = check_vectors("received", received)
     rule.check(len(rows), check_num_byzantine(num_byzantine))
@@ -118,18 +145,7 @@ def apply_rule(
         raise ValueError(f"{rule} is randomised: pass key=jax.random.key(seed).")
     if with_weights and not rule.has_weights:
         raise TypeError(f"{rule} is not a weighted mean of the received vectors, so it has no weights.")
-    mask = None
-    if present is not None:
-        mask = jnp.asarray(present)
-        if mask.dtype != bool or mask.shape != rows.shape[:1]:
-            raise ValueError(f"present must be one bool per row, [{len(rows)}]; got {mask.dtype} {list(mask.shape)}.")
-    own_row = None
-    if own is not None:
-        own_row = jnp.asarray(own)
-        if own_row.ndim or not jnp.issubdtype(own_row.dtype, jnp.integer):
-            raise TypeError(f"own must be the index of the receiver's own row, got {own!r}.")
-        if not isinstance(own_row, Tracer) and not 0 <= int(own_row) < len(rows):
-            raise ValueError(f"own must be the index of a row, 0 to {len(rows) - 1}; got {own}.")
+    mask, own_row = _check_present(present, len(rows)), _check_own(own, len(rows))
     with clear_search_errors():
         applied = _apply(rule, rows, mask, own_row, key, num_byzantine=num_byzantine, with_weights=with_weights)
         if isinstance(applied.defined, Tracer):
@@ -145,6 +161,26 @@ def apply_rule(
     if bool(jnp.any(jnp.isnan(applied.weights if applied.weights is not None else applied.result))):
         raise ValueError(f"{rule}: the pivot's row is absent or not finite.")
     return applied
+
+
+def _check_present(present: Vectors | None, num_rows: int) -> Array | None:
+    if present is None:
+        return None
+    mask = jnp.asarray(present)
+    if mask.dtype != bool or mask.shape != (num_rows,):
+        raise ValueError(f"present must be one bool per row, [{num_rows}]; got {mask.dtype} {list(mask.shape)}.")
+    return mask
+
+
+def _check_own(own: int | Array | None, num_rows: int) -> Array | None:
+    if own is None:
+        return None
+    row = jnp.asarray(own)
+    if row.ndim or not jnp.issubdtype(row.dtype, jnp.integer):
+        raise TypeError(f"own must be the index of the receiver's own row, got {own!r}.")
+    if not isinstance(row, Tracer) and not 0 <= int(row) < num_rows:
+        raise ValueError(f"own must be the index of a row, 0 to {num_rows - 1}; got {own}.")
+    return row
 
 
 @partial(jax.jit, static_argnames=("rule", "num_byzantine", "with_weights"))
@@ -164,7 +200,7 @@ def _apply(
 
 @contextmanager
 def clear_search_errors() -> Iterator[None]:
-    """Raise SearchLimitError itself, where XLA has wrapped it."""
+    """Raise SearchLimitError itself where XLA has wrapped it in an error of its own."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
