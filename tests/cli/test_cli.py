@@ -19,12 +19,16 @@ from live_federation import until
 from matplotlib import pyplot
 from PIL import Image, ImageSequence
 
-from byzpg import Config, cli, envs, load
-from byzpg._registry import FAMILIES, summary
+from byzpg import Config, __version__, cli, envs, load
+from byzpg._registry import FAMILIES, members, summary
 from byzpg.cli.console import console
+from byzpg.cli.labels import curves
+from byzpg.cli.tables import BEST, LAST_TENTH, SOLVED, WEIGHT, runs_table
+from byzpg.cli.train import free_directory
 from byzpg.envs import host
 from byzpg.experiments import figures
-from byzpg.experiments.results import Results
+from byzpg.experiments.results import Result, Results
+from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
 from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
@@ -117,26 +121,33 @@ def test_train_trains_compares_and_concludes(trained: tuple[Path, subprocess.Com
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     where = run.relative_to(folder)
+    about = "5 agents, 1 of them attacking (SignFlip); 3 seeds, 60 trajectories per agent; preset tuned"
     for line in (
-        f"ByzPG with RFA on CartPole-v1, 5 agents, 1 of them lying (SignFlip): 3 seeds, preset tuned → {where}",
-        "Fed-PAGE-PG with plain averaging on CartPole-v1, 5 agents, 1 of them lying (SignFlip): 3 seeds, preset tuned",
-        "Return of honest agents: mean ± standard deviation over seeds",
-        f"Picture: {where}/curves.png",
-        f"See it play: byzpg play {where}",
+        f"Training on CartPole-v1: {about}\n",
+        f"  ByzPG with RFA → {where}\n",
+        f"  Fed-PAGE-PG with plain averaging → {where}/plain-averaging\n",
+        "Return of honest agents (mean ± standard deviation over seeds)",
+        f"Learning curves:  {where}/curves.png\n",
+        f"Watch it play:    byzpg play {where}\n",
+        f"Load in Python:   byzpg.load('{where}')\n",
     ):
         assert line in done.stdout
     ours, naive = load(run), load(run / "plain-averaging")
     total = ours.trajectories[-1]
     assert re.search(
-        rf"^{total} of {total} trajectories: return \d+; 100% of all after \d+ s$", done.stdout, re.MULTILINE
+        rf"^{total} of {total} trajectories per agent, return \d+ \(100% done after \d+ s\)$", done.stdout, re.MULTILINE
     )
-    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│ ") and "never" in line]
-    for result, row in zip((ours, naive), rows, strict=True):
-        late = result.returns[:, result.trajectories > 0.9 * total].mean(axis=1)
-        assert result.settings.algorithm in row[1]
-        assert row[2].strip() == f"{total}"
-        assert row[3].strip() == f"{late.mean():.0f} ± {late.std():.0f}"
-        assert row[6].strip() == f"{np.nanmean(result.metrics['byzantine_weight']):.1%}"
+    rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines() if " never " in line]
+    ends = []
+    for run_of, row in zip((ours, naive), rows, strict=True):
+        late = final_returns(Result.of(run_of))
+        ends.append(f"{late.mean():.0f}")
+        assert run_of.settings.algorithm in row[0]
+        assert row[1] == f"{late.mean():.0f} ± {late.std():.0f}"
+        assert row[2:] == [
+            *(f"{best_return(Result.of(run_of)):.0f}", "never", f"{attacker_weight(Result.of(run_of)):.1%}")
+        ]
+    assert f"With 1 of 5 agents attacking, ByzPG ends at {ends[0]} and plain averaging at {ends[1]}.\n" in done.stdout
     with Image.open(run / "curves.png") as picture:
         assert picture.format == "PNG"
         assert picture.width > 1000
@@ -176,7 +187,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     until(lambda: "Stopping after this block" in said(tmp_path)[0], "it says that it will stop")
     training.send_signal(signal.SIGINT)
     assert training.wait() == 130
-    assert said(tmp_path)[1] == "Stopped. To go on from here: byzpg resume run\n"
+    assert said(tmp_path)[1] == "Stopped. Continue with: byzpg resume run\n"
     assert not (tmp_path / "run" / "checkpoint.npz").exists()
 
 
@@ -186,10 +197,10 @@ def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: P
     first = until(lambda: said(tmp_path)[0], "it has begun")
     training.send_signal(signal.SIGINT)
     assert training.wait() == 130, said(tmp_path)
-    assert "ByzPG with RFA on CartPole-v1" in first
+    assert "Training on CartPole-v1" in first
     out, errors = said(tmp_path)
-    assert "Stopping after this block of iterations; Ctrl-C again stops at once." in out
-    assert errors == "Stopped. To go on from here: byzpg resume again\n"
+    assert "Stopping after this block of iterations. Press Ctrl-C again to stop at once." in out
+    assert errors == "Stopped. Continue with: byzpg resume again\n"
     stopped = load(tmp_path / "again")
     assert (stopped.complete, len(stopped.trajectories)) == (False, 8)
     assert not (tmp_path / "again" / "curves.png").exists()
@@ -197,7 +208,7 @@ def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: P
     assert forked("resume", "again", folder=tmp_path, JAX_LOG_COMPILES="1").wait() == 0, said(tmp_path)
     out, errors = said(tmp_path)
     assert "_run_block" in errors  # the control of the test of bad input, which asserts the contrary
-    assert "See it play: byzpg play again" in out
+    assert "byzpg play again\n" in out
     assert (tmp_path / "again" / "curves.png").read_bytes().startswith(b"\x89PNG")
     for part in (".", "plain-averaging"):
         once, twice = load(run / part), load(tmp_path / "again" / part)
@@ -212,11 +223,11 @@ def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: P
 def test_the_next_run_gets_the_next_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = Config().resolved()
-    assert cli._free_directory(settings) == Path("runs/CartPole-v1-DecByzPG-AvgZero-1")
+    assert free_directory(settings) == Path("runs/CartPole-v1-DecByzPG-AvgZero-1")
     for _ in range(2):
-        RunDirectory.create(cli._free_directory(settings), settings)
-    assert cli._free_directory(settings) == Path("runs/CartPole-v1-DecByzPG-AvgZero-3")
-    assert cli._free_directory(Config(algorithm="PAGE-PG").resolved()) == Path("runs/CartPole-v1-PAGE-PG-NoAttack-1")
+        RunDirectory.create(free_directory(settings), settings)
+    assert free_directory(settings) == Path("runs/CartPole-v1-DecByzPG-AvgZero-3")
+    assert free_directory(Config(algorithm="PAGE-PG").resolved()) == Path("runs/CartPole-v1-PAGE-PG-NoAttack-1")
 
 
 # Looking at runs
@@ -225,7 +236,7 @@ def test_the_next_run_gets_the_next_number(tmp_path: Path, monkeypatch: pytest.M
 def test_plot_compares_runs(run: Path, tmp_path: Path, here: Here) -> None:
     done = here("plot", run, run / "plain-averaging", "--output", "both.svg", "--title", "Ours [1]")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Picture: both.svg" in done.stdout
+    assert "Plot: both.svg" in done.stdout
     assert list(contents(tmp_path)) == ["both.svg"]
     # Matplotlib draws letters as shapes, and notes the texts in comments.
     texts = set(re.findall(r"<!-- (.*) -->", (tmp_path / "both.svg").read_text()))
@@ -244,7 +255,7 @@ def test_curves_are_named_after_what_tells_them_apart() -> None:
     ours, plain = Config(aggregator="RFA"), Config(algorithm="Dec-PAGE-PG")
 
     def names(one: Config, other: Config) -> list[str]:
-        return [curve.label for curve in cli._curves({first: a_run(one), second: a_run(other)})]
+        return [curve.label for curve in curves({first: a_run(one), second: a_run(other)})]
 
     assert names(ours, plain) == ["DecByzPG with RFA", "Dec-PAGE-PG with plain averaging"]
     assert names(ours, Config(aggregator="Bucketing(RFA(), size=2)"))[1] == "DecByzPG with Bucketing(RFA(), size=2)"
@@ -254,16 +265,37 @@ def test_curves_are_named_after_what_tells_them_apart() -> None:
     assert names(Config(algorithm="PAGE-PG"), plain)[0] == "PAGE-PG"
 
 
+def columns_of(runs: dict[Path, Run], *, with_paths: bool = False) -> dict[str, list[str]]:
+    table = runs_table(runs, with_paths=with_paths)
+    return {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
+
+
 def test_the_summary_says_when_a_task_is_solved() -> None:
-    short, long = a_run(Config()), a_run(Config())
-    long = replace(long, trajectories=np.arange(1, 11) * 200)  # the mean over 100 trajectories is that of one iteration
-    long.returns[0] = 10.0
-    table = cli._summary({Path("short"): short, Path("long [1]"): long})
-    columns = {str(column.header): list(column.cells) for column in table.columns}
-    assert columns["trajectories"] == ["100", "2,000"]
-    assert columns["solved at"] == ["never", "2,000 (2 of 3)"]
-    assert columns["best"] == ["480", f"{(10 + 480 + 480) / 3:.0f}"]
-    assert columns["weight of attackers"] == ["–", "–"]
+    def run_with(*solved: bool) -> Run:
+        # The mean over 100 trajectories is that of one iteration.
+        made = replace(a_run(Config()), trajectories=np.arange(1, 11) * 200)
+        made.returns[~np.array(solved)] = 10.0
+        return made
+
+    runs = {Path("short"): a_run(Config())}  # 100 trajectories: at its end, not before, the window is full
+    runs |= {Path(f"{number}"): run_with(*([True] * number + [False] * (3 - number))) for number in range(4)}
+    columns = columns_of(runs)
+    assert columns[SOLVED] == ["never", "never", "1 of 3 seeds", "2,000 (2 of 3)", "2,000"]
+    assert columns[BEST][2] == f"{(480 + 10 + 10) / 3:.0f}"
+    assert columns[WEIGHT] == ["–"] * 5
+    names = columns_of({Path("long [1]"): run_with(True, True, True)}, with_paths=True)["method"]
+    assert names == [
+        "DecByzPG with NNM(TrimmedMean())\n[dim]long \\[1]\n2,000 trajectories per agent[/dim]",
+    ]
+
+
+def test_the_summary_counts_seeds_that_diverged() -> None:
+    some, every = a_run(Config()), a_run(Config())
+    some.returns[1, 5:] = np.nan
+    every.returns[:, :] = np.nan
+    columns = columns_of({Path("some"): some, Path("every"): every})
+    assert columns[LAST_TENTH] == ["1 of 3 diverged", "diverged"]
+    assert columns[BEST] == [f"{some.returns[0, 4]:.0f}", "–"]
 
 
 def gymnasium_returns(run: Run, episodes: int) -> list[float]:
@@ -318,7 +350,8 @@ def test_list_names_and_explains_everything(here: Here) -> None:
     words = " ".join(done.stdout.split())
     for name, algorithm in ALGORITHMS.items():
         assert f"{name} {algorithm.summary}" in words
-    for name, member in [pair for family in (*FAMILIES.values(), envs.ENVIRONMENTS) for pair in family.items()]:
+    families = [*map(members, FAMILIES), envs.ENVIRONMENTS]
+    for name, member in [pair for family in families for pair in family.items()]:
         assert f"{name} {summary(member)}" in words
     for kind, text in host.available().items():
         assert f"{kind} {text}" in words
@@ -329,18 +362,39 @@ def test_help_is_worth_reading(here: Here) -> None:
     assert done.returncode == 0
     text = " ".join(done.stdout.replace("│", " ").split())
     for line in (
-        "--num-agents INT Agents K, attackers included. Left out: 13, or 1 for PAGE-PG.",
-        "--preset {tuned,paper,theory,script} What fills in the rest: tuned (learns fastest)",
+        "--num-agents INT Number of agents K, attackers included. Default: 13, or 1 for PAGE-PG. --num-byzantine INT",
+        "--num-attackers INT Number of agents that really attack.",
         "--attack NAME What attackers do; `byzpg list` shows all attacks. (default: AvgZero)",
-        "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers.",
+        "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers. (default: set by the preset)",
+        "--directory PATH Directory for the run, which must be new or empty.",
+        "Example: byzpg train ",
     ):
         assert line in text
+    assert "None" not in text  # no default is
+
+
+def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here) -> None:
+    overview = here("--help").stdout
+    listed = re.findall(r"• (\w+)", overview)
+    assert listed[0] == "train"
+    assert len(listed) == 15
+    assert "Example:" not in overview
+    for name in listed:
+        help_text = here(name, "--help").stdout
+        words = [line for line in help_text.splitlines() if line and not line.startswith("usage:")]
+        assert words[0].endswith("."), name
+        assert "Example: byzpg" in help_text or name == "list", name
+        assert "default: None" not in help_text, name
+
+
+def test_version(here: Here) -> None:
+    assert here("--version").stdout == f"byzpg {__version__}\n"
 
 
 # Certificates
 
 
-def test_certify_prints_every_rule_and_draws_a_picture(tmp_path: Path, here: Here) -> None:
+def test_certify_prints_every_rule_and_saves_a_plot(tmp_path: Path, here: Here) -> None:
     done = here("certify", "--num-agents", "4", "--num-byzantine", "1", "--trials", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("Mean()", "RFA()", "NNM(TrimmedMean())", "Bulyan()"):
@@ -352,12 +406,12 @@ def test_certify_prints_every_rule_and_draws_a_picture(tmp_path: Path, here: Her
 # Experiments
 
 
-def test_reproduce_draws_keeps_and_reports(tmp_path: Path, here: Here) -> None:
+def test_reproduce_plots_keeps_and_reports(tmp_path: Path, here: Here) -> None:
     line = ("reproduce", "fig1", "--task", "CartPole-v1", "--seeds", "2", "--trajectories", "20")
     assert forked(*line, folder=tmp_path).wait() == 0, said(tmp_path)
     out, _ = said(tmp_path)
     assert "3 runs, preset tuned: 0 done, 3 to do." in out
-    assert re.search(r"100% of all after \d+ s", out)
+    assert re.search(r"\(100% done after \d+ s\)", out)
     folder = tmp_path / "reproduction"
     name = "fig1-CartPole-v1-tuned-2-seeds-20-trajectories"
     assert {path.name for path in folder.iterdir()} == {"runs", name, f"{name}.npz"}
@@ -391,7 +445,7 @@ BAD: dict[str, list[str]] = {
     "certify --output picture.bmp": ["must end in .png, .svg or .pdf"],
     "certify --agents 5": ["--agents"],
     "certfy": ["certify"],
-    "reproduce": ["reproduce needs a name", "fig1", "cartpole"],
+    "reproduce": ["reproduce needs at least one name", "fig1", "cartpole"],
     "reproduce fig7": ["no experiment 'fig7'"],
     "reproduce fig1 --seeds 0": ["--seeds must be at least 1, got 0"],
     "reproduce fig2 --task LunarLander-v3": ["none of these experiments", "LunarLander-v3"],
@@ -426,7 +480,7 @@ BAD: dict[str, list[str]] = {
     "resume changed": ["changed/checkpoint.npz belongs to another configuration than the config.json beside it"],
     "resume nowhere": ["nowhere holds no run: there is no config.json in it."],
     "resume": ["PATH"],
-    "plot": ["plot needs at least one run's directory."],
+    "plot": ["plot needs the directory of at least one run."],
     "plot started": ["started has not reached its first checkpoint: continue it with `byzpg resume started`."],
     "plot started --output picture.bmp": ["must end in .png, .svg or .pdf"],
     "play nowhere": ["nowhere holds no run"],
@@ -495,10 +549,10 @@ def test_bad_input_is_one_error_and_exit_code_2(line: str, outcomes: dict[str, t
     assert "_run_block" not in said  # it comes before the program of a federation is compiled
 
 
-# Pictures
+# Plots
 
 
-def test_a_failed_picture_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_plot_leaves_nothing_behind(tmp_path: Path) -> None:
     figure = figures.constants_heatmap({"Mean": {"AvgZero": 1.0}}, "title")
     with pytest.raises(ValueError, match="not supported"):
         figures.save(figure, tmp_path / "picture.nonsense")

@@ -77,9 +77,10 @@ def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
         ("keygen", "--name", "alice", "--address", "127.0.0.1:1"): "never overwritten",
         ("keygen", "--name", "Alice!", "--address", "127.0.0.1:1"): "a-z",
         ("federation", "new", cards[0]): "at least 2 members",
-        ("federation", "new", *cards): "is there already",
-        (*elsewhere, "--num-faulty", "1"): "num_faulty ≤ 0",
-        (*elsewhere, "--num-seeds", "2"): "follows from its members",
+        ("federation", "new", *cards): "choose another --manifest",
+        (*elsewhere, "--num-byzantine", "1"): "num_byzantine ≤ 0",
+        (*elsewhere, "--num-seeds", "2"): "--num-seeds cannot be set here: it follows from the members.",
+        (*elsewhere, "--num-attackers", "1"): "--num-attackers cannot be set here",
         (*elsewhere, "--algorithm", "ByzPG"): "without a server",
         ("peer", "federation.toml", "--name", "mallory"): "no member of this federation",
         ("peer", "federation.toml", "--name", "alice", "--key", "bob.key"): "not the key of alice",
@@ -95,7 +96,7 @@ def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
     assert [code for code, _ in done] == [0] * len(right) + [2] * len(wrong), done
     manifest = Manifest.load(tmp_path / "federation.toml")
     assert manifest.digest.hex()[:16] in done[1][1]
-    assert (manifest.num_faulty, manifest.rehearsal) == (0, False)
+    assert (manifest.num_byzantine, manifest.rehearsal) == (0, False)
     assert manifest.settings().trajectories == 50
     assert "no answer" in done[2][1]
     for (command, words), (_, said) in zip(wrong.items(), done[len(right) :], strict=True):
@@ -104,7 +105,7 @@ def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
     assert not (tmp_path / "federation-demo").exists()
 
 
-def test_a_demonstration_with_a_task_of_ones_own_and_a_liar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_with_an_own_task_and_an_attacker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "short_cartpole.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     options = ["--env", "short_cartpole:make", "--large-batch", "3", "--trajectories", "9", "--rounds", "1"]

@@ -55,7 +55,7 @@ def test_published_curves_are_known_where_they_can_be_seen() -> None:
     assert np.all(np.isfinite(returns))
 
 
-def test_a_run_that_several_pictures_show_is_there_once(everything: Any) -> None:
+def test_a_run_that_several_figures_share_is_there_once(everything: Any) -> None:
     shown = [cell.run for each in everything.experiments for panel in each.panels for cell in panel.cells]
     assert set(shown) == set(everything.settings)
     assert len(set(shown)) < len(shown)
@@ -156,7 +156,7 @@ def test_runs_share_programs_and_say_how_far_they_are(finished: Any, sizes: list
 
 
 def test_what_runs_of_one_program_have_in_common() -> None:
-    """Agents that play alike, seeds, coin and length; not who takes part, who lies, nor how gradients are made."""
+    """Agents that play alike, seeds, coin and length; not the number of agents, the attack or the estimator."""
 
     def program(**options: Any) -> Any:
         config = replace(TINY, algorithm="ByzPG", num_agents=5, switch_probability=0.5, small_batch=2)

@@ -1,5 +1,6 @@
-"""Results of experiments as numbers, as pictures, and as a page in a real browser."""
+"""Results of experiments as numbers, as figures, and as a page in a real browser."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from byzpg.config import Config, Settings
-from byzpg.experiments.figures import colours_by_label, draw_experiment, pictures, save
+from byzpg.experiments.figures import colours_by_label, draw_experiment, plots, save
 from byzpg.experiments.paper import (
     CARTPOLE,
     HEATMAP_RULES,
@@ -59,7 +60,7 @@ PROVENANCE = {
 WEIGHING = ("Mean", "Krum", "MultiKrum", "MDA", "RFA", "CAF")
 
 
-def learnt(settings: Settings, rng: np.random.Generator) -> Result:
+def learned(settings: Settings, rng: np.random.Generator) -> Result:
     """What a run might have looked like: plain averaging stays on the ground under attack, all else learns."""
     ends = np.linspace(0, settings.trajectories, 81)[1:]
     low, high = (-250.0, 260.0) if settings.env == LUNARLANDER else (20.0, 498.0)
@@ -79,7 +80,7 @@ def learnt(settings: Settings, rng: np.random.Generator) -> Result:
 
 def made_up(made: Grid) -> Results:
     rng = np.random.default_rng(0)
-    return Results(made.experiments, {name: learnt(each, rng) for name, each in made.settings.items()}, PROVENANCE)
+    return Results(made.experiments, {name: learned(each, rng) for name, each in made.settings.items()}, PROVENANCE)
 
 
 def with_returns(result: Result, returns: np.ndarray) -> Result:
@@ -143,6 +144,31 @@ def test_what_are_no_results_gives_one_clear_error(tmp_path: Path) -> None:
         ValueError, match=r"results\.npz cannot be read .* format 99, and this version of byzpg reads 1\."
     ):
         Results.load(path)
+
+
+def test_results_of_older_versions_can_be_read(tmp_path: Path) -> None:
+    """There, f was num_declared, each convention was an option, and the texts had other words."""
+    made = made_up(grid(["tolerance"], Scope(num_seeds=3)))
+    made.save(tmp_path / "new.npz")
+    with np.load(tmp_path / "new.npz") as stored:
+        arrays = dict(stored)
+    about = json.loads(str(arrays["about"]))
+    for settings in about["settings"].values():
+        settings |= {"num_declared": settings.pop("num_byzantine"), "num_byzantine": settings.pop("num_attackers")}
+        del settings["conventions"]
+        settings |= {"memory": "paper", "coin": "common", "initialization": "seeded"}
+    (experiment,) = about["experiments"]
+    experiment["title"] = "How many liars are too many?"
+    for panel in experiment["panels"]:
+        for cell in panel["cells"]:
+            cell["label"] += " declared" if "f = " in cell["label"] else ""
+    arrays["about"] = np.asarray(json.dumps(about))
+    np.savez(tmp_path / "old.npz", allow_pickle=False, **arrays)
+    old = Results.load(tmp_path / "old.npz")
+    assert old.experiments == made.experiments
+    assert {name: result.settings for name, result in old.runs.items()} == {
+        name: result.settings for name, result in made.runs.items()
+    }
 
 
 def a_run(sizes: list[int], **metrics: Any) -> Run:
@@ -275,7 +301,7 @@ def test_goals_are_of_robust_methods_under_attack(results: Results) -> None:
     assert not list(goals(list(comparisons(script.experiments, script.runs))))
 
 
-# Pictures
+# Figures
 
 
 def drawn(results: Results, name: str) -> tuple[Experiment, Figure]:
@@ -353,7 +379,7 @@ def test_reach_by_number_of_agents_and_never(results: Results) -> None:
     assert top > end
 
 
-def test_tolerance_marks_the_declared_bounds(results: Results) -> None:
+def test_tolerance_marks_the_tolerated_numbers(results: Results) -> None:
     experiment, figure = drawn(results, "tolerance")
     colours = colours_by_label(experiment)
     for axes, panel in zip(figure.axes, experiment.panels, strict=True):
@@ -422,13 +448,13 @@ def contrast(one: np.ndarray, other: np.ndarray) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_pictures_are_saved_and_each_stands_alone(tmp_path: Path, results: Results) -> None:
+def test_figures_are_saved_and_each_plot_stands_alone(tmp_path: Path, results: Results) -> None:
     for ending in ("png", "svg", "pdf"):
         _, figure = drawn(results, "fig1")
         save(figure, tmp_path / f"figure.{ending}")
         assert (tmp_path / f"figure.{ending}").stat().st_size > 10_000
     for experiment in results.experiments:
-        made = pictures(experiment, results.runs)
+        made = plots(experiment, results.runs)
         assert len(made) == len(experiment.panels) * (2 if experiment.kind in ("heatmap", "agreement") else 1)
         together = draw_experiment(experiment, results.runs)
         (alone,) = made[-1].alone().axes
@@ -610,10 +636,10 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
         *("4,750", "2,100", "2,100 [2,100, 2,100]", "2.1× sooner; ends lower")
     ]
     assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13"] == [
-        *("never", "never", "never [never, never]", "never there either")
+        *("never", "never", "never [never, never]", "neither reaches it")
     ]
     assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13"] == ["1", "−30 ± 2", "−31"]
-    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13"][::2] == ["out of sight", "ends higher"]
+    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13"][::2] == ["not visible", "ends higher"]
     numbers = rows_of(page, "#tuned-fig2")
     assert numbers["AvgZero", "DecByzPG K=13 α=3/13"] == [
         *("470 ± 8", "470 [460, 480]", "2,100 [2,100, 2,100]", "1.00 [1.00, 1.00]")
@@ -630,7 +656,7 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
     assert ("ALIE", "DecByzPG, f = 3") in attackers
     assert page.locator("#tuned-tolerance tbody tr").count() == 3 * (1 + 7 * 3)
     assert page.locator("#script-fig2").count() == 1
-    options = page.locator("table:has-text('depart from the paper')")
+    options = page.locator("table:has-text('differ from the paper')")
     tuned = dict(row.split("\t", 1) for row in options.first.inner_text().splitlines() if "\t" in row)
     assert tuned["Tanh on the outputs"] == "True\tFalse\tTrue\tFalse"
     assert tuned["aggregator"] == "RFA\tNNM(TrimmedMean())\tRFA\tNNM(TrimmedMean())"
@@ -640,22 +666,22 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
         assert table.locator("caption").count() == table.locator("thead").count() == 1
 
 
-def test_the_page_says_how_it_was_made_and_what_does_not_match(open_page: Callable[..., Page]) -> None:
+def test_the_page_says_how_to_reproduce_it_and_what_differs(open_page: Callable[..., Page]) -> None:
     page = open_page(360)
-    page.click("#tuned-fig2 summary >> text=How this was made")
+    page.click("#tuned-fig2 summary >> text=How to reproduce this")
     assert page.inner_text("#tuned-fig2 pre") == "byzpg reproduce all --directory 'my results'"
     made = page.inner_text("#tuned-fig2 details p")
     assert made == (
-        "Python 3.12.3, byzpg 0.2.0, jax 0.10.2; Linux aarch64; a small device, 84 s for all runs of this command."
+        "Python 3.12.3, byzpg 0.2.0, jax 0.10.2; Linux aarch64; a small device. All runs of this command took 84 s."
     )
     items = page.locator("section:has(#mismatches) li").all_inner_texts()
     items = [re.sub(r"\s+", " ", item) for item in items]
     assert (
-        "Figure 2, AvgZero, DecByzPG K=13 α=3/13: a mean return of 475 by 1,500 trajectories per agent. Ours is not "
-        "there by 8,000; of single seeds, 0 of 3 are in time." in items
+        "Figure 2, AvgZero, DecByzPG K=13 α=3/13: a mean return of 475 by 1,500 trajectories per agent. Ours does "
+        "not reach it by 8,000; 0 of 3 seeds do so in time." in items
     )
     assert "Figure 2, AvgZero, DecByzPG K=13 α=3/13: the published mean ends at 489, ours at 470 ± 8." in items
-    assert any("suffers less here" in item for item in items)
+    assert any("hurts plain averaging less here" in item for item in items)
     caption = page.inner_text("#tuned-fig6 figcaption")
     assert "AvgZero: Fed-PAGE-PG K=13 α=3/13 leaves the axes, down to −900." in caption
     assert "leaves" not in page.inner_text("#tuned-fig3 figcaption")

@@ -1,4 +1,4 @@
-"""Statistics over seeds on distributions with known answers, and the pictures drawn of them."""
+"""Statistics over seeds on distributions with known answers, and the learning curves drawn from them."""
 
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
@@ -324,7 +324,7 @@ def test_bad_input(call: Callable[[], Any], message: str) -> None:
         call()
 
 
-# Pictures
+# Learning curves
 
 
 def a_curve(label: str, num_seeds: int, num_iterations: int = 250) -> Curve:

@@ -1,4 +1,4 @@
-"""Sweeps: what is a grid, who gets which cell, and that workers here and on Ray come to the same, whoever dies."""
+"""Sweeps: grids, the order of cells, and that local and Ray workers give the same results even if one is killed."""
 
 import csv
 import json
@@ -82,6 +82,29 @@ hidden = [[16, 16], [8]]
     assert settings[-1] == Config(num_byzantine=3, aggregator="RFA", hidden=(8,), **shared).resolved()
     assert [cell.name for cell in sweep.cells] == [run_name(each) for each in settings]
     assert [sweep.cells[-1].option(name) for name in ("aggregator", "hidden", "attack")] == ["RFA", (8,), "AvgZero"]
+
+
+def test_grids_with_the_option_names_of_older_versions() -> None:
+    """There, num_declared was f and num_byzantine the number of attackers."""
+    old = grid("num_seeds = 1\n[grid]\nnum_declared = [3]\nnum_byzantine = [0, 2]\nmemory = ['paper', 'script']")
+    assert old.options == ("num_byzantine", "num_attackers", "conventions")
+    assert old.telling == ["num_attackers", "conventions"]
+    new = grid(
+        """
+num_seeds = 1
+[grid]
+num_byzantine = [3]
+num_attackers = [0, 2]
+conventions = ["Paper", "AuthorsScript(initialization=False, coin=False)"]
+"""
+    )
+    assert [cell.settings for cell in old.cells] == [cell.settings for cell in new.cells]
+    assert [cell.option("num_attackers") for cell in old.cells] == [0, 0, 2, 2]
+    # With f for all cells, the grid is over the attackers as well; without it, both are one.
+    assert grid("num_declared = 3\n[grid]\nnum_byzantine = [1, 2]").telling == ["num_attackers"]
+    both = grid("[grid]\nnum_byzantine = [1, 2]")
+    assert both.telling == ["num_byzantine"]
+    assert [(cell.settings.num_byzantine, cell.settings.num_attackers) for cell in both.cells] == [(1, 1), (2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -195,8 +218,8 @@ def test_what_fails_is_tried_again_up_to_a_limit(cells: Sequence[Cell]) -> None:
     tried = [cell.name for _, cell in workers.given]
     assert [tried.count(cell.name) for cell in cells] == [1, 3, 3, 1, 1, 1]
     assert [progress.news for progress in heard if unlucky in progress.news] == [
-        f"{unlucky} lost its worker (attempt 1 of 3, to be tried again): why",
-        f"{unlucky} failed (attempt 2 of 3, to be tried again): why",
+        f"{unlucky} lost its worker (attempt 1 of 3, will be tried again): why",
+        f"{unlucky} failed (attempt 2 of 3, will be tried again): why",
     ]
     assert f"{hopeless} failed (attempt 3 of 3, given up): why" in [progress.news for progress in heard]
     assert (heard[-1].finished, heard[-1].failed) == (5, 1)
@@ -287,9 +310,9 @@ def test_tables_and_groups(tmp_path: Path) -> None:
     assert [len(group.cells) for group in groups] == [2, 1]  # of the last group, a cell is missing
     first, second = groups
     np.testing.assert_allclose(first.final_returns, [18.5, 18.5, 7, 9])
-    assert (first.best, first.weight, first.trajectories, first.diverged) == ((19 + 8) / 2, 0.5, 200, ())
+    assert (first.best, first.attacker_weight, first.trajectories, first.diverged) == ((19 + 8) / 2, 0.5, 200, ())
     assert (second.best, second.diverged) == (3.0, (1,))
-    assert np.isnan(second.weight)
+    assert np.isnan(second.attacker_weight)
     write_table(sweep, tmp_path, tmp_path / "table.csv")
     with (tmp_path / "table.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -308,7 +331,7 @@ def test_cells_of_a_group_may_have_other_lengths(cells: Sequence[Cell]) -> None:
     assert (both.best, both.trajectories, list(both.final_returns)) == (5.0, 200, [4.0, 6.0])
 
 
-def test_a_picture_has_a_row_per_group(tmp_path: Path) -> None:
+def test_the_plot_has_a_row_per_group(tmp_path: Path) -> None:
     values = {"DecByzPG, ALIE": np.asarray([450.0, 480.0, 500.0]), "DecByzPG, IPM": np.asarray([20.0, np.nan])}
     figure = figures.dots(values, "mine", "return")
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
@@ -410,9 +433,9 @@ def survive(command: Command) -> None:
     assert "12 cells: 0 done, 12 to do" in out
     assert out.count("lost its worker") == 1
     assert "host_tasks-patient-Fed-PAGE-PG-3-1-AvgZero" in out
-    assert "lost its worker (attempt 1 of 3, to be tried again): " in out
-    assert "12 of 12 cells, 0 running; 100% of all after" in out
-    assert "Return of honest agents: mean ± standard deviation over seeds" in out
+    assert "lost its worker (attempt 1 of 3, will be tried again): " in out
+    assert "12 of 12 cells, 0 running (100% done after" in out
+    assert "Return of honest agents (mean ± standard deviation over seeds)" in out
     until(lambda: not processes_of(command.folder), "all processes have ended")
 
 
@@ -472,10 +495,10 @@ def test_a_cell_that_fails_is_named_and_the_others_are_there(
     said = capsys.readouterr()
     assert code == 1
     reason = "ValueError: host_tasks:stumbling: step failed (KeyError: 'the map is missing')"
-    assert f"{bad.name} failed (attempt 1 of 2, to be tried again): {reason}" in said.out
+    assert f"{bad.name} failed (attempt 1 of 2, will be tried again): {reason}" in said.out
     assert f"{bad.name} failed (attempt 2 of 2, given up): {reason}" in said.out
     assert said.err == f"failed: {bad.name}: {reason}\n"
-    assert "1 cell failed, 2 times each. To try again: byzpg sweep bad.toml --retries 1" in said.out
+    assert "1 cell failed after 2 attempts. Try again with: byzpg sweep bad.toml --retries 1" in said.out
     assert not RunDirectory(Path("s/runs") / bad.name).complete
     ours, theirs = Path("s/runs") / good.name, user / "sweeps" / "twelve" / "runs" / good.name
     for name in ("metrics.npz", "parameters.npz"):
@@ -511,7 +534,7 @@ def test_workers_end_with_whoever_started_them(
     until(lambda: not processes_of(command.folder), "all processes have ended")
     if how == signal.SIGINT:
         assert command.process.returncode == 130, out
-        assert errors == "Stopped. To go on from here: byzpg sweep one.toml\n"
+        assert errors == "Stopped. Continue with: byzpg sweep one.toml\n"
     (path,) = (tmp_path / "sweeps" / "one" / "runs").iterdir()
     assert (path / "checkpoint.npz").is_file()
     assert len(load(path).trajectories) == 1
@@ -529,7 +552,7 @@ BAD = {
     "sweep empty.toml": "empty.toml needs a table [grid]",
     "sweep sound.toml --workers 0": "--workers must be at least 1, got 0.",
     "sweep sound.toml --retries -1": "--retries must not be negative, got -1.",
-    "sweep sound.toml --address auto": "--address is that of a Ray cluster: add --engine ray.",
+    "sweep sound.toml --address auto": "--address is the address of a Ray cluster: add --engine ray.",
     "sweep sound.toml --engine ray --address 127.0.0.1:1": "there is no Ray cluster at --address 127.0.0.1:1: ",
     "sweep sound.toml --engine ray --address here": "must be host:port, ray://host:port or auto, got 'here'.",
 }

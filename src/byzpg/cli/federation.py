@@ -75,7 +75,7 @@ class New:
         if self.manifest.suffix != ".toml":
             raise ValueError(f"--manifest must end in .toml, got {self.manifest}.")
         if self.manifest.exists():
-            raise ValueError(f"{self.manifest} is there already: choose another --manifest.")
+            raise ValueError(f"{self.manifest} exists already: choose another --manifest.")
         members = [read_card(card) for card in self.cards]
         manifest = make_manifest(members, self.options, waiting=self.waiting, rehearsal=self.rehearsal)
         manifest.write(self.manifest)
@@ -124,7 +124,7 @@ class Demo:
         if not 2 <= self.members <= len(NAMES):
             raise ValueError(f"--members must be 2 to {len(NAMES)}, got {self.members}.")
         if self.directory.exists():
-            raise ValueError(f"{self.directory} is there already: choose another --directory.")
+            raise ValueError(f"{self.directory} exists already: choose another --directory.")
         if self.attacker is not None:
             parse_attack(self.attacker)
         manifest = self._create()

@@ -1,1 +1,1 @@
-"""Grids of runs, and what they show: the paper's figures, sweeps, statistics, figures and reports."""
+"""Experiments: the paper's figures as grids of runs, sweeps, statistics, figures and reports."""

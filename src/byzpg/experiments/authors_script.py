@@ -1,9 +1,9 @@
 """The quirks of the script that the paper's authors published, as `Conventions` for a run.
 
-The script seeds PyTorch and NumPy with 0 before every agent is made, whatever the seed of the run. So all its runs
-start from one θ_0 and toss one coin; the seed only moves the environments. The correction of a small batch refers to
-the parameters after the agent's own step and to its own estimate, not to θ_t and the aggregate. The preset "script"
-uses all of this; docs/concepts/method.md says how it was found out.
+The script seeds PyTorch and NumPy with 0 before it creates each agent, whatever the seed of the run. So all its runs
+start from one θ_0 and toss one coin, and the seed only affects the environments. The correction of a small batch refers
+to the parameters after the agent's own step and to the agent's own estimate, instead of θ_t and the aggregate. The
+preset "script" uses all three quirks; docs/concepts/method.md explains how they were found.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,15 @@ from byzpg.learning.policies import GaussianMLP, Policy
 
 @dataclass(frozen=True)
 class AuthorsScript(Conventions):
-    """The published script's: one θ_0 and one coin for all seeds, and a correction that refers to θ̃_{t+1} and ṽ_t."""
+    """The published script: one θ_0 and one coin for all seeds, and a correction that refers to θ̃_{t+1} and ṽ_t.
+
+    A switch that is off follows the paper instead.
+
+    Attributes:
+        initialization: Whether all seeds start from the script's θ_0.
+        coin: Whether all seeds toss the script's coin.
+        memory: Whether the correction refers to θ̃_{t+1} and ṽ_t.
+    """
 
     initialization: bool = True
     coin: bool = True
@@ -46,9 +54,9 @@ class AuthorsScript(Conventions):
 
 
 def first_parameters(sizes: tuple[int, ...]) -> np.ndarray:
-    """θ_0 [d] of a network with layers of these sizes: per layer the weights [in, out], then the biases.
+    """The script's θ_0 [d] for layers of these sizes: per layer the weights [in, out], then the biases.
 
-    PyTorch and NumPy seed the Mersenne Twister in the same way; PyTorch's uniform numbers are its low 24 bits.
+    PyTorch and NumPy seed the Mersenne Twister in the same way. PyTorch takes its uniform numbers from the low 24 bits.
     """
     generator = np.random.RandomState(0)
 
@@ -57,7 +65,7 @@ def first_parameters(sizes: tuple[int, ...]) -> np.ndarray:
         return (bound * (2 * bits / 2**24 - 1)).astype(np.float32)
 
     layers = list(pairwise(sizes))
-    for inputs, outputs in layers:  # PyTorch's own first weights, which the script overwrites
+    for inputs, outputs in layers:  # PyTorch's initial weights, which the script overwrites
         uniform((inputs + 1) * outputs, 1)
     parts = []
     for inputs, outputs in layers:
@@ -67,7 +75,10 @@ def first_parameters(sizes: tuple[int, ...]) -> np.ndarray:
 
 
 def tosses(switch_probability: float) -> Iterator[bool]:
-    """Whether each iteration samples the large batch. Attacks that draw noise there would shift the sequence."""
+    """Whether each iteration samples the large batch, by the script's coin.
+
+    In the script, an attack that draws noise shifts this sequence; that is not reproduced.
+    """
     generator = np.random.RandomState(0)
     yield True
     while True:

@@ -1,4 +1,4 @@
-"""Results as pictures. Nothing here computes a result."""
+"""Results as figures. This module trains nothing, and takes every number from `summaries` and `statistics`."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +27,9 @@ from byzpg.experiments.results import Result
 from byzpg.experiments.statistics import bootstrap_interval, even_grid, interquartile_mean, smooth_on_grid
 from byzpg.experiments.summaries import LEVELS, Estimate, estimate, final_returns, reach_estimate, run_means
 
-# Told apart with any colour vision (Okabe & Ito 2008); their yellow, too pale for lines, is left out.
+# Distinct for every kind of colour vision (Okabe & Ito 2008). Their yellow is left out: it is too pale for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-# The three tones of all that is not data. Nothing else has them, so that a page can put its own in their place.
+# The three tones of everything that is not data. Nothing else uses them, so that a page can replace them by its own.
 INK, MUTED, GRID = "#1A1B1C", "#737475", "#EAEBEC"
 STYLE: dict[Any, Any] = {
     "axes.facecolor": "none",
@@ -46,21 +46,21 @@ STYLE: dict[Any, Any] = {
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the picture; the format follows the path's ending. A .png has 256 colours, a third of the size."""
-    picture_format = path.suffix.removeprefix(".")
+    """Write a figure and close it. The suffix of the path is the format; a .png is reduced to 256 colours."""
+    file_format = path.suffix.removeprefix(".")
     drawn = BytesIO()
     try:
-        figure.savefig(drawn, format=picture_format, bbox_inches="tight", dpi=160)
+        figure.savefig(drawn, format=file_format, bbox_inches="tight", dpi=160)
     finally:
         pyplot.close(figure)
-    if picture_format == "png":
-        picture, drawn = Image.open(drawn).convert("RGB").quantize(256), BytesIO()
-        picture.save(drawn, "PNG", optimize=True)
+    if file_format == "png":
+        image, drawn = Image.open(drawn).convert("RGB").quantize(256), BytesIO()
+        image.save(drawn, "PNG", optimize=True)
     write_atomically(path, lambda file: file.write(drawn.getvalue()))
 
 
 def save_animation(frames: Sequence[np.ndarray], path: Path) -> None:
-    """Write pictures [height, width, 3] as a GIF of half their size, every second one, at 25 a second."""
+    """Write frames [height, width, 3] as a GIF: every second frame at half its size, 25 frames per second."""
     first, *rest = (Image.fromarray(frame).reduce(2).quantize(32) for frame in frames[::2])
     write_atomically(path, lambda file: first.save(file, "GIF", save_all=True, append_images=rest, duration=40, loop=0))
 
@@ -68,10 +68,10 @@ def save_animation(frames: Sequence[np.ndarray], path: Path) -> None:
 def constants_heatmap(constants: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     """Measured constants by rule (rows) and attack (columns) on a logarithmic colour scale."""
     rules, attacks = list(constants), list(next(iter(constants.values())))
-    # Below 0.01 the result is the honest mean for all purposes; above 100 the rule has been broken.
+    # Below 0.01 the aggregate is practically the honest mean; above 100 the rule is broken.
     values = [[min(max(constants[rule][attack], 1e-2), 1e2) for attack in attacks] for rule in rules]
     figure, axes = pyplot.subplots(figsize=(1.6 + 0.72 * len(attacks), 1.4 + 0.34 * len(rules)))
-    picture = axes.imshow(values, norm=LogNorm(1e-2, 1e2), cmap="RdYlGn_r", aspect="auto")
+    image = axes.imshow(values, norm=LogNorm(1e-2, 1e2), cmap="RdYlGn_r", aspect="auto")
     for row, rule in enumerate(rules):
         for column, attack in enumerate(attacks):
             axes.text(column, row, short_number(constants[rule][attack]), ha="center", va="center", fontsize=8)
@@ -79,12 +79,12 @@ def constants_heatmap(constants: Mapping[str, Mapping[str, float]], title: str) 
     axes.set_yticks(range(len(rules)), rules)
     axes.tick_params(length=0)
     axes.set_title(title, fontsize=11)
-    figure.colorbar(picture, label="C_ra (green: close to the honest mean)", pad=0.02)
+    figure.colorbar(image, label="C_ra (green: close to the honest mean)", pad=0.02)
     return figure
 
 
 def short_number(value: float) -> str:
-    """A few characters: at most two significant digits below 100, one from 10,000 on."""
+    """A number in a few characters: at most two significant digits below 100, and one from 10,000 on."""
     if value < 0.005:
         return "0"
     if value >= 1e4:
@@ -94,7 +94,7 @@ def short_number(value: float) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """The returns of one method's runs over the trajectories each agent sampled."""
+    """The returns of one method over the trajectories that each agent has sampled."""
 
     label: str
     trajectories: np.ndarray  # [iteration], running total per agent
@@ -109,7 +109,15 @@ def learning_curves(
     reference_name: str = "reference",
     what: str = "return (mean over honest agents)",
 ) -> Figure:
-    """Mean ± one standard deviation over seeds; beside it, from 3 seeds on, the interquartile mean and its interval."""
+    """Plot learning curves: mean ± one standard deviation and, from 3 seeds on, the interquartile mean beside it.
+
+    Args:
+        curves: The curves, in the order of the legend.
+        title: The title of the figure.
+        reference_level: A return to mark with a horizontal line.
+        reference_name: The name of that line in the legend.
+        what: The label of the vertical axis.
+    """
     if not curves:
         raise ValueError("learning_curves needs at least one curve.")
     repeated = [curve for curve in curves if len(curve.returns) >= 3]
@@ -118,7 +126,7 @@ def learning_curves(
     with pyplot.rc_context(STYLE):
         figure, panels = pyplot.subplots(1, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
         left, right = panels[0, 0], panels[0, -1]
-        # Beyond one round of colours, the dashes tell curves apart.
+        # Once all colours are used, dashes distinguish the curves.
         styles = ((colour, dashes) for dashes in cycle(("-", "--", ":", "-.")) for colour in COLOURS)
         for curve, (colour, dashes) in zip(curves, styles, strict=False):
             grid, returns = _cells(curve)
@@ -143,7 +151,7 @@ def learning_curves(
 
 
 def dots(values: Mapping[str, np.ndarray], title: str, what: str) -> Figure:
-    """By label a row: a dot per seed [seed], a stroke at their mean, and the mean in digits."""
+    """Plot a row per label: a dot per seed [seed], a stroke at their mean, and the mean as a number."""
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(7, 1.1 + 0.3 * len(values)), layout="constrained")
         for row, each in enumerate(values.values()):
@@ -166,15 +174,15 @@ def dots(values: Mapping[str, np.ndarray], title: str, what: str) -> Figure:
 def _draw_band(
     axes: Axes, x: np.ndarray, middle: np.ndarray, low: np.ndarray, high: np.ndarray, color: str, **look: object
 ) -> None:
-    """A line and what lies around it."""
-    # Every second point of a band does: it is pale, and half of a page's size.
+    """Draw a line and the band around it."""
+    # Fewer points are enough for the band, which is pale; bands make up half the size of a page.
     few = np.unique(np.append(np.arange(0, len(x), 1 + len(x) // 100), len(x) - 1))
     axes.fill_between(x[few], low[few], high[few], color=color, alpha=0.16, linewidth=0)
     axes.plot(x, middle, color=color, **look)  # pyright: ignore[reportArgumentType]
 
 
 def _draw_mean(axes: Axes, x: np.ndarray, returns: np.ndarray, color: str, **look: object) -> None:
-    """Mean ± one standard deviation over seeds."""
+    """Draw the mean ± one standard deviation over seeds."""
     mean, deviation = np.mean(returns, axis=0, dtype=float), np.std(returns, axis=0, dtype=float)
     _draw_band(axes, x, mean, mean - deviation, mean + deviation, color, **look)
 
@@ -193,53 +201,53 @@ def _tidy(axes: Axes) -> None:
 
 
 def _legend(figure: Figure, handles: Sequence[Line2D], labels: Sequence[str]) -> None:
-    """One for all panels, below them, in as many columns as fit."""
+    """Draw one legend for all panels, below them, in as many columns as fit."""
     fitting = int(figure.get_figwidth() / (0.6 + 0.07 * max(map(len, labels))))  # in inches: a handle, a letter
     columns = min(max(fitting, 1), 5)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def _seeds(curves: Sequence[Curve]) -> str:
-    """How many runs a picture rests on: 10 seeds, or 3 to 10 seeds."""
+    """The number of seeds behind some curves: 10 seeds, or 3 to 10 seeds."""
     counts = [len(curve.returns) for curve in curves]
     fewest, most = min(counts), max(counts)
     return f"{fewest} seed{'s' * (fewest > 1)}" if fewest == most else f"{fewest} to {most} seeds"
 
 
 def _cells(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """The curve on an even grid [cell] of at most 100 cells: as fine as the eye needs, with the noise averaged out."""
+    """The curve on an even grid of at most 100 cells, which averages out some of the noise."""
     grid = even_grid(curve.trajectories, 100)
     return grid, smooth_on_grid(curve.trajectories, curve.returns, grid)
 
 
 # Experiments
 
-# What a label stands for has one colour wherever it turns up; other labels take what is left, in order.
+# Colours of labels that mean the same in several figures. Other labels take the colours that are left, in order.
 KNOWN_COLOURS = {
-    r"PAGE-PG K=1( |$)": "#000000",  # one agent alone
+    r"PAGE-PG K=1( |$)": "#000000",  # a single agent
     r".+-PAGE-PG .*α=0": "#009E73",  # plain averaging, all honest
     r".+-PAGE-PG": "#D55E00",  # plain averaging under attack
     r".+PG K=5": "#56B4E9",
 }
-# Where curves of a task lie; the published ones too.
+# The vertical axis of each task, which also fits the published curves.
 RETURN_RANGES = {CARTPOLE: (0.0, 515.0), LUNARLANDER: (-400.0, 300.0)}
 PUBLISHED_DASHES = (0, (3.5, 2.0))
-# What counts as perfect agreement: float32 cannot tell parameters of size 1 closer together.
+# The diameter of perfect agreement: float32 cannot resolve smaller differences between parameters of size 1.
 LEAST_DIAMETER = 1e-7
 PANEL_SIZE = (4.1, 3.1)  # inches
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One pair of axes of an experiment, yet to be drawn."""
+class Plot:
+    """One pair of axes of an experiment, not drawn yet."""
 
     title: str
-    description: str  # for those who cannot see it
+    description: str  # for people who cannot see it
     draw: Callable[[Axes], None]
     size: tuple[float, float] = PANEL_SIZE
 
     def alone(self) -> Figure:
-        """As a figure of its own, without its title."""
+        """Draw it as a figure of its own, without its title."""
         with pyplot.rc_context(STYLE):
             figure = Figure(figsize=self.size, layout="constrained")
             self.draw(figure.subplots())
@@ -255,61 +263,61 @@ def colours_by_label(experiment: Experiment) -> dict[str, str]:
     return {label: matching[0] if matching else next(free) for label, matching in known.items()}
 
 
-def pictures(experiment: Experiment, runs: Mapping[str, Result]) -> list[Picture]:
-    """All that is to be drawn of an experiment."""
+def plots(experiment: Experiment, runs: Mapping[str, Result]) -> list[Plot]:
+    """The plots of an experiment."""
     colours = colours_by_label(experiment)
 
-    def of_panel(panel: Panel) -> list[Picture]:
+    def of_panel(panel: Panel) -> list[Plot]:
         who = ", ".join(dict.fromkeys(cell.label for cell in panel.cells))
         given = {"panel": panel, "runs": runs, "colours": colours}
-        final = Picture(
+        final = Plot(
             f"{panel.title}: return at the end",
-            f"{panel.title}: interquartile mean of the return in the last tenth of training, of {who}.",
+            f"{panel.title}: interquartile mean of the return over the last tenth of training, for {who}.",
             partial(_draw_final, **given),
         )
         match experiment.kind:
             case "curves":
-                beside = " Dashed: the published curves." if panel.published else ""
-                about = f"{panel.title}: return over trajectories per agent, mean and standard deviation, of {who}."
-                return [Picture(panel.title, about + beside, partial(_draw_curves, **given))]
+                beside = " Dashed lines are the published curves." if panel.published else ""
+                about = f"{panel.title}: return over trajectories per agent, mean and standard deviation, for {who}."
+                return [Plot(panel.title, about + beside, partial(_draw_curves, **given))]
             case "reach":
                 level = LEVELS[panel.task]
                 about = (
                     f"{panel.title}: median trajectories per agent until a return of {level:g}, by number of agents."
                 )
-                return [Picture(f"{panel.title}: trajectories to {level:g}", about, partial(_draw_reach, **given))]
+                return [Plot(f"{panel.title}: trajectories to {level:g}", about, partial(_draw_reach, **given))]
             case "tolerance":
-                about = f"{panel.title}: return at the end by number of attackers, of {who}."
-                return [Picture(panel.title, about, partial(_draw_tolerance, **given))]
+                about = f"{panel.title}: return at the end by number of attackers, for {who}."
+                return [Plot(panel.title, about, partial(_draw_tolerance, **given))]
             case "agreement":
-                about = f"{panel.title}: mean diameter of honest parameters after κ rounds of agreement, of {who}."
-                diameter = Picture(f"{panel.title}: honest diameter", about, partial(_draw_diameters, **given))
+                about = f"{panel.title}: mean diameter of honest parameters after κ agreement rounds, for {who}."
+                diameter = Plot(f"{panel.title}: honest diameter", about, partial(_draw_diameters, **given))
                 return [diameter, final]
             case "heatmap":
                 rows, columns = _axes_of_table(panel)
                 size = (2.4 + 0.56 * len(columns), 1.5 + 0.36 * len(rows))
                 task = f"{panel.title}: "
                 return [
-                    Picture(
+                    Plot(
                         f"{task}return at the end",
-                        f"{task}mean return of the last tenth, by rule and attack.",
+                        f"{task}mean return over the last tenth of training, by rule and attack.",
                         partial(_draw_heatmap, panel=panel, runs=runs, metric="return"),
                         size,
                     ),
-                    Picture(
-                        f"{task}weight that attackers got, %",
+                    Plot(
+                        f"{task}weight of the attackers, %",
                         f"{task}mean weight of the attackers' gradients in percent, by rule and attack.",
                         partial(_draw_heatmap, panel=panel, runs=runs, metric="weight"),
                         size,
                     ),
                 ]
 
-    # One kind after the other, so that those to be compared are side by side.
-    return [picture for alike in zip(*map(of_panel, experiment.panels), strict=True) for picture in alike]
+    # One kind after the other, so that plots of one kind are side by side.
+    return [plot for same_kind in zip(*map(of_panel, experiment.panels), strict=True) for plot in same_kind]
 
 
 def legend_handles(experiment: Experiment) -> dict[str, Line2D]:
-    """What every line of an experiment stands for; none for a table of colours."""
+    """The legend of an experiment, by label; a heat map has none."""
     if experiment.kind == "heatmap":
         return {}
     handles = {label: Line2D([], [], color=colour) for label, colour in colours_by_label(experiment).items()}
@@ -319,17 +327,17 @@ def legend_handles(experiment: Experiment) -> dict[str, Line2D]:
 
 
 def draw_experiment(experiment: Experiment, runs: Mapping[str, Result]) -> Figure:
-    """All panels of an experiment in one figure, with one legend."""
-    drawn = pictures(experiment, runs)
+    """Draw all plots of an experiment in one figure, with one legend."""
+    drawn = plots(experiment, runs)
     columns = 1 if experiment.kind == "heatmap" else 2 if len(drawn) == 4 else min(len(drawn), 3)
     rows = ceil(len(drawn) / columns)
     width, height = drawn[0].size
     with pyplot.rc_context(STYLE):
         figure = Figure(figsize=(columns * width, rows * height + 0.9), layout="constrained")
-        for number, picture in enumerate(drawn, start=1):
+        for number, plot in enumerate(drawn, start=1):
             axes = figure.add_subplot(rows, columns, number)
-            picture.draw(axes)
-            axes.set_title(picture.title, fontsize=10.5, loc="left")
+            plot.draw(axes)
+            axes.set_title(plot.title, fontsize=10.5, loc="left")
         figure.suptitle(experiment.title, fontsize=12.5, fontweight="bold")
         if handles := legend_handles(experiment):
             _legend(figure, list(handles.values()), list(handles))
@@ -355,7 +363,7 @@ def _return_axis(axes: Axes, panel: Panel) -> None:
 
 
 def _lines(panel: Panel) -> dict[str, list[tuple[int, str]]]:
-    """By label, the places along its line and the runs there."""
+    """The line of each label: its places, and the runs there."""
     lines: dict[str, list[tuple[int, str]]] = {}
     for cell in panel.cells:
         assert isinstance(cell.at, int)
@@ -366,7 +374,7 @@ def _lines(panel: Panel) -> dict[str, list[tuple[int, str]]]:
 def _draw_points(
     axes: Axes, panel: Panel, colours: Mapping[str, str], find: Callable[[str], Estimate | None], dodge: float = 0.09
 ) -> None:
-    """By label, estimates along a line with their intervals, side by side where they would hide each other."""
+    """Draw a line of estimates with intervals per label; lines are shifted sideways so that none hides another."""
     lines = _lines(panel)
     for number, (label, points) in enumerate(lines.items()):
         known = [(at, each) for at, run in points if (each := find(run)) is not None]
@@ -378,13 +386,13 @@ def _draw_points(
     places = sorted({at for points in lines.values() for at, _ in points})
     axes.set_xticks(places, [f"{at}" for at in places])
     if dodge:
-        axes.set_xlim(places[0] - 0.4, places[-1] + 0.7)  # room for a bound after the last
+        axes.set_xlim(places[0] - 0.4, places[-1] + 0.7)  # room for a bound to the right of the last place
     _tidy(axes)
 
 
 def _draw_final(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: Mapping[str, str]) -> None:
     _draw_points(axes, panel, colours, lambda run: estimate(final_returns(runs[run])))
-    axes.set_xlabel("rounds of agreement κ")
+    axes.set_xlabel("agreement rounds κ")
     _return_axis(axes, panel)
 
 
@@ -396,23 +404,23 @@ def _draw_diameters(axes: Axes, panel: Panel, runs: Mapping[str, Result], colour
     _draw_points(axes, panel, colours, diameter)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-").replace("e+00", ""))
-    axes.set_xlabel("rounds of agreement κ")
+    axes.set_xlabel("agreement rounds κ")
     axes.set_ylabel("diameter after agreement")
 
 
 def _draw_tolerance(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: Mapping[str, str]) -> None:
     _draw_points(axes, panel, colours, lambda run: estimate(final_returns(runs[run])))
     for cell in {cell.label: cell for cell in panel.cells}.values():
-        if declared := runs[cell.run].settings.num_byzantine:
-            axes.axvline(declared + 0.5, color=colours[cell.label], linestyle=":", linewidth=1.4)
-    axes.set_xlabel("attackers; dotted: as many as declared")
+        if tolerated := runs[cell.run].settings.num_byzantine:
+            axes.axvline(tolerated + 0.5, color=colours[cell.label], linestyle=":", linewidth=1.4)
+    axes.set_xlabel("number of attackers; dotted: the tolerated number f")
     _return_axis(axes, panel)
 
 
 def _draw_reach(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: Mapping[str, str]) -> None:
     found = {cell.run: reach_estimate(runs[cell.run]) for cell in panel.cells}
     never = [cell for cell in panel.cells if found[cell.run].value == inf]
-    # What never got there stands at the top, where training ended.
+    # Runs that never reach the level are drawn at the top, where training ended.
     top = max(runs[cell.run].trajectories[-1] for cell in panel.cells)
 
     def shown(run: str) -> Estimate:
@@ -425,7 +433,7 @@ def _draw_reach(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: M
     for cell in never:
         axes.annotate("never", (float(cell.at or 0), top), (0, 6), textcoords="offset points", ha="center", fontsize=9)
     axes.set_ylim(0, 1.1 * top if never else None)
-    axes.set_xlabel("agents K")
+    axes.set_xlabel("number of agents K")
     axes.set_ylabel("trajectories per agent")
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
@@ -447,12 +455,12 @@ def _draw_heatmap(axes: Axes, panel: Panel, runs: Mapping[str, Result], metric: 
                 1 if metric == "return" else 100
             )
     settings = runs[panel.cells[0].run].settings
-    # Attackers that pass for honest get their share; twice as much is as dark as it gets.
+    # Attackers that the rule takes for honest get their share. Twice that share has the darkest colour.
     span = (0.0, 200 * settings.num_attackers / settings.num_agents)
     norm = Normalize(*(RETURN_RANGES.get(panel.task, (None, None)) if metric == "return" else span))
     norm.autoscale_None(values[np.isfinite(values)])
     colours = matplotlib.colormaps["viridis" if metric == "return" else "magma_r"]
-    axes.set_facecolor(GRID)  # of cells without a number
+    axes.set_facecolor(GRID)  # the colour of cells without a number
     axes.pcolormesh(values, norm=norm, cmap=colours, edgecolors=GRID, linewidth=0.8)
     for (row, column), value in np.ndenumerate(values):
         known = bool(np.isfinite(value))

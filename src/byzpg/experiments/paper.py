@@ -1,7 +1,7 @@
-"""Named grids of runs: every figure of the paper, and what lies beyond it.
+"""Named grids of runs: every figure of the paper, and experiments beyond it.
 
-An experiment says which runs make one picture; `Grid` holds several, with the settings of every run they need. Runs
-that several pictures share are in it once.
+An experiment says which runs make up one figure. A `Grid` holds several experiments and the settings of every run that
+they need; a run that several figures share is in it once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,11 +27,11 @@ Kind = Literal["curves", "reach", "tolerance", "heatmap", "agreement"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One run's place in a picture."""
+    """The place of one run in a figure."""
 
-    label: str  # of its line, or its row
-    run: str
-    at: str | int | None = None  # its place along the line: K, f, κ; or its column
+    label: str  # of its line, or of its row
+    run: str  # the name of the run
+    at: str | int | None = None  # its place along the line (K, the number of attackers, κ), or its column
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Panel:
     title: str
     task: str
     cells: tuple[Cell, ...]
-    published: tuple[str, str] | None = None  # where the paper's curves are: figure, panel
+    published: tuple[str, str] | None = None  # the figure and the panel with the paper's curves
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One picture, and what to look for in it."""
+    """One figure, and the question it answers."""
 
     name: str
     title: str
@@ -73,7 +73,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Scope:
-    """What all runs of a grid have in common; None: what the experiment suggests."""
+    """What all runs of a grid have in common. None stands for the experiment's own choice."""
 
     preset: Literal["tuned", "paper", "script"] = "tuned"
     num_seeds: int | None = None
@@ -87,9 +87,9 @@ def _all_published_curves() -> dict[str, Any]:
 
 
 def published_curves(figure: str, panel: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By method, the mean curve of a panel of the paper: trajectories per agent, and return where it can be seen.
+    """The published mean curves of a panel, by method: trajectories per agent, and returns where they are visible.
 
-    Read off the plots (arXiv 2401.03489); the error is about ±3 on CartPole and ±2 on LunarLander.
+    They were read off the plots (arXiv 2401.03489); the error is about ±3 on CartPole and ±2 on LunarLander.
     """
     found = {}
     for method, curve in _all_published_curves()[figure][panel].items():
@@ -100,14 +100,14 @@ def published_curves(figure: str, panel: str) -> dict[str, tuple[np.ndarray, np.
 
 
 def run_name(settings: Settings) -> str:
-    """A directory's name: what the eye looks for, and a hash of all there is."""
+    """The name of a run's directory: the main options, and a hash of all options."""
     digest = sha256(dumps(settings.as_data(), sort_keys=True).encode()).hexdigest()[:8]
     attackers = f"{settings.num_attackers}-{type(settings.attack).__name__}" if settings.num_attackers else "0"
     return f"{settings.task_in_names}-{settings.algorithm}-{settings.num_agents}-{attackers}-{digest}"
 
 
 class _Builder:
-    """Collects the runs of experiments."""
+    """Collects the settings of the runs while experiments are built."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -145,7 +145,7 @@ def _speedup(build: _Builder, algorithm: str, name: str, key: str) -> Experiment
     return Experiment(
         name,
         f"{algorithm}: more agents learn faster",
-        "All agents are honest. Does each level take fewer trajectories per agent the more agents there are?",
+        "All agents are honest. Do more agents need fewer trajectories each to reach a level?",
         "curves",
         (panel("CartPole", CARTPOLE), panel("LunarLander", LUNARLANDER)),
     )
@@ -164,7 +164,7 @@ def _attacks(build: _Builder, robust: str, plain: str, env: str, name: str, key:
     return Experiment(
         name,
         f"{robust} under attack: {env}",
-        f"3 of 13 agents attack. Does {robust} learn nearly as if there were none, where {plain} does not?",
+        f"3 of 13 agents attack. Does {robust} learn almost as well as without attackers, where {plain} does not?",
         "curves",
         tuple(map(panel, PAPER_ATTACKS)),
     )
@@ -174,34 +174,40 @@ def _attacks(build: _Builder, robust: str, plain: str, env: str, name: str, key:
 
 
 def _ablation(build: _Builder) -> Experiment:
-    """The correction as printed, capped, gated, and none: at equal trajectories per agent."""
+    """The PAGE correction as printed, capped, gated and left out, at equal trajectories per agent."""
     variants: dict[str, dict[str, Any]] = {
         "PAGE as printed": {"importance": "ImportanceWeights()"},
         "PAGE, ω capped at 1": {"importance": "ImportanceWeights(cap=1.0)"},
         "PAGE, gated by health": {"importance": "ImportanceWeights()", "gate": "health"},
     }
 
-    def panel(title: str, env: str, step_size: float, large: int, small: int, alone: int, trajectories: int) -> Panel:
+    # By task: the batches of PAGE, the batch without it, the seeds and the trajectories per agent.
+    batches = {CARTPOLE: {"large_batch": 50, "small_batch": 4}, LUNARLANDER: {"large_batch": 96, "small_batch": 32}}
+    plain_batch = {CARTPOLE: 15, LUNARLANDER: 45}
+    lengths = {CARTPOLE: {"seeds": 10, "trajectories": 2000}, LUNARLANDER: {"seeds": 3, "trajectories": 5000}}
+
+    def panel(title: str, env: str, step_size: float) -> Panel:
         shared: dict[str, Any] = {"env": env, "step_size": step_size, "num_byzantine": 3, "attack": "AvgZero"}
-        shared |= {"seeds": 10 if env == CARTPOLE else 3, "trajectories": trajectories}
-        page: dict[str, Any] = {"large_batch": large, "small_batch": small, "switch_probability": 0.2}
-        if build.scope.preset == "script":  # the correction as printed, whatever the preset
+        shared |= lengths[env]
+        page: dict[str, Any] = batches[env] | {"switch_probability": 0.2}
+        if build.scope.preset == "script":  # the correction is the paper's in every preset
             page["conventions"] = "AuthorsScript(coin=False, memory=False)"
         cells = [build.cell(label, **shared, **page, **options) for label, options in variants.items()]
-        plain = {"large_batch": alone, "switch_probability": 1.0}
-        cells.append(build.cell(f"p = 1, N = {alone}", **shared, **plain))
+        plain = {"large_batch": plain_batch[env], "switch_probability": 1.0}
+        cells.append(build.cell(f"p = 1, N = {plain_batch[env]}", **shared, **plain))
         return Panel(title, env, tuple(cells))
 
     return Experiment(
         "ablation",
         "When does the PAGE correction pay?",
-        "DecByzPG, 3 of 13 agents attacking (AvgZero); all but the estimator is the preset's. Equal trajectories.",
+        "DecByzPG with 3 of 13 agents attacking (AvgZero), at equal trajectories. Only the estimator differs from the "
+        "preset.",
         "curves",
         (
-            panel("CartPole, η = 2e-2", CARTPOLE, 2e-2, 50, 4, 15, 2000),
-            panel("CartPole, η = 5e-3", CARTPOLE, 5e-3, 50, 4, 15, 2000),
-            panel("LunarLander, η = 5e-3", LUNARLANDER, 5e-3, 96, 32, 45, 5000),
-            panel("LunarLander, η = 1e-3", LUNARLANDER, 1e-3, 96, 32, 45, 5000),
+            panel("CartPole, η = 2e-2", CARTPOLE, 2e-2),
+            panel("CartPole, η = 5e-3", CARTPOLE, 5e-3),
+            panel("LunarLander, η = 5e-3", LUNARLANDER, 5e-3),
+            panel("LunarLander, η = 1e-3", LUNARLANDER, 1e-3),
         ),
     )
 
@@ -214,7 +220,7 @@ def _many(build: _Builder) -> Experiment:
     return Experiment(
         "speedup",
         "Speed-up with up to 100 agents",
-        "How many trajectories per agent does a level take, the more honest agents there are?",
+        "All agents are honest. How many trajectories per agent does a level take, by number of agents?",
         "reach",
         (Panel("CartPole", CARTPOLE, cells),),
     )
@@ -235,7 +241,7 @@ def _tolerance(build: _Builder) -> Experiment:
     return Experiment(
         "tolerance",
         "How many attackers are too many?",
-        "13 agents. Agreement by MDA is proven for f < K/4, so up to 3; a server's rule for f < K/2, so up to 6.",
+        "13 agents. The proof for agreement by MDA covers f < K/4, so up to 3; that for a server f < K/2, so up to 6.",
         "tolerance",
         tuple(map(panel, ("LargeNoise", "AvgZero", "ALIE"))),
     )
@@ -284,7 +290,7 @@ def _heatmap(build: _Builder) -> Experiment:
     return Experiment(
         "heatmap",
         "Every attack against every rule",
-        "DecByzPG with each rule, 3 of 13 agents attacking: the return at the end, and the weight that attackers got.",
+        "DecByzPG with each rule and 3 of 13 agents attacking: the return at the end, and the weight of the attackers.",
         "heatmap",
         (Panel("CartPole", CARTPOLE, cells),),
     )
@@ -306,7 +312,7 @@ def _rotating(build: _Builder) -> Experiment:
     return Experiment(
         "rotating",
         "When attackers take turns",
-        "Theory lets the Byzantine set change in every iteration. Does practice?",
+        "The theory allows the Byzantine set to change in every iteration. Does the method work then?",
         "curves",
         tuple(map(panel, PAPER_ATTACKS)),
     )
@@ -325,7 +331,7 @@ def _agreement(build: _Builder) -> Experiment:
     return Experiment(
         "agreement",
         "How many rounds of agreement?",
-        "The diameter of honest parameters after κ rounds, over the training run, and the return it ends with.",
+        "The diameter of the honest parameters after κ rounds, averaged over the run, and the return at the end.",
         "agreement",
         tuple(map(panel, ("LargeNoise", "Equivocate", "Dissensus"))),
     )
@@ -352,7 +358,7 @@ EXPERIMENTS: dict[str, Callable[[_Builder], Experiment]] = {
     "agreement": _agreement,
 }
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6")
-# Names for several at once: their experiments, and the task to which their panels are narrowed.
+# Names for several experiments at once, and the task to which their panels are narrowed.
 COLLECTIONS: dict[str, tuple[Sequence[str], str | None]] = {
     "cartpole": (("fig1", "fig2", "fig4", "fig5"), CARTPOLE),
     "lunarlander": (("fig1", "fig3", "fig4", "fig6"), LUNARLANDER),
@@ -362,7 +368,16 @@ COLLECTIONS: dict[str, tuple[Sequence[str], str | None]] = {
 
 
 def grid(names: Iterable[str], scope: Scope, task: str | None = None) -> Grid:
-    """The experiments of these names, or of these collections; with a task, only their panels of it."""
+    """The grid of these experiments or collections.
+
+    Args:
+        names: Names of EXPERIMENTS or COLLECTIONS.
+        scope: What all runs have in common.
+        task: The task to which panels are narrowed; None keeps all of them.
+
+    Raises:
+        ValueError: If a name is unknown, or none of the experiments has a panel of the task.
+    """
     wanted: dict[str, set[str | None]] = {}
     for name in names:
         if name not in EXPERIMENTS and name not in COLLECTIONS:

@@ -1,15 +1,15 @@
-"""What many seeds say together: robust means, who wins, how sure that is, and learning curves on a common axis.
+"""Statistics over seeds: robust means, probabilities of improvement, bootstrap intervals, and curves on a common axis.
 
-`trajectories` [iteration] counts those an agent has sampled up to and including an iteration, so it grows strictly;
-`returns` [seed, iteration] are the mean returns of what the iteration sampled. As iterations sample batches of
-different sizes, every mean over iterations here is weighted by trajectories.
+`trajectories` [iteration] is the number of trajectories that an agent has sampled up to and including an iteration, so
+it grows strictly. `returns` [seed, iteration] is the mean return of what the iteration sampled. Iterations sample
+batches of different sizes, so every mean over iterations is weighted by trajectories.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-# Of one experiment [seed, ...], or a list of those of several strata, such as attacks or tasks.
+# Values of one experiment [seed, ...], or a list of them with one array per stratum, such as an attack or a task.
 Runs = np.ndarray | Sequence[np.ndarray]
 
 
@@ -23,8 +23,8 @@ def interquartile_mean(values: np.ndarray, axis: int = 0) -> np.ndarray:
 def lower_median(values: np.ndarray, axis: int = 0) -> np.ndarray:
     """The least of `values` that at least half of them do not exceed: inf {t : F(t) ≥ ½} (Kaplan & Meier 1958).
 
-    Of trajectories to reach a level, those within which half the seeds got there, and ∞ if fewer than half ever do.
-    It is the smaller of two middle values, as the mean of 900 and ∞ says nothing of either.
+    For trajectories to a level, it is the number within which half the seeds reach it, or ∞ if fewer than half ever do.
+    Of two middle values it is the smaller one, because the mean of 900 and ∞ would tell nothing about either.
     """
     values = np.asarray(values, float)
     _check_order(values)
@@ -38,18 +38,28 @@ def bootstrap_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Percentile bootstrap over the seeds (Efron 1979): the interval of statistic(values [seed, ...], axis=0).
+    """Percentile bootstrap over seeds (Efron 1979): the interval of statistic(values [seed, ...], axis=0).
 
-    The same seeds are drawn for everything else in `values`, so a curve's interval is one of whole curves. Of a list of
-    strata, each is resampled by itself, and the statistic is that of all, pooled in their order (Agarwal et al. 2021):
-    how far strata lie apart does not widen the interval.
+    Whole seeds are drawn, so the interval of a curve is one of whole curves. Strata are resampled one by one, and the
+    statistic is computed on all of them, concatenated in their order (Agarwal et al. 2021), so the distance between
+    strata does not widen the interval.
+
+    Args:
+        values: The values [seed, ...], or a list of strata.
+        statistic: A function of an array and an axis.
+        level: The confidence level.
+        resamples: The number of resamples.
+        seed: The seed of the resamples.
+
+    Returns:
+        The lower and the upper end.
     """
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, got {level}.")
     rng = np.random.default_rng(seed)
     drawn = [each[rng.integers(len(each), size=(resamples, len(each)))] for each in _strata(values)]
     estimates = statistic(np.concatenate(drawn, axis=1), axis=1)
-    # Both ends are estimates, the next ones outwards: between two infinities there is nothing to interpolate.
+    # Both ends are estimates themselves, rounded outwards: between two infinities there is nothing to interpolate.
     low = np.quantile(estimates, (1 - level) / 2, axis=0, method="lower")
     high = np.quantile(estimates, (1 + level) / 2, axis=0, method="higher")
     return low, high
@@ -58,8 +68,8 @@ def bootstrap_interval(
 def probability_of_improvement(ours: Runs, theirs: Runs) -> float:
     """P(X > Y) + ½ P(X = Y) over all pairs of a run X [seed] of ours and Y [seed] of theirs (Mann & Whitney 1947).
 
-    Of lists of strata, the mean over strata, each with its own pairs (Agarwal et al. 2021). Where less is better, as
-    in trajectories to reach a level, swap the two; two runs that never got there, ∞ and ∞, are a tie.
+    For lists of strata, it is the mean over strata, each with its own pairs (Agarwal et al. 2021). Where less is
+    better, as in trajectories to a level, swap the two arguments. Two runs that never reach the level, ∞ and ∞, tie.
     """
     return float(_wins(*_opponents(ours, theirs)))
 
@@ -71,7 +81,7 @@ def improvement_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The interval of `probability_of_improvement`, with the runs of each method in each stratum resampled apart."""
+    """The interval of `probability_of_improvement`; both methods are resampled independently in each stratum."""
     our_strata, their_strata = _opponents(ours, theirs)
     strata = [*our_strata, *their_strata]
     starts = np.cumsum([len(each) for each in strata])[:-1]
@@ -84,14 +94,14 @@ def improvement_interval(
 
 
 def _wins(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> np.ndarray:
-    """The share of pairs that ours [..., seed] win, a tie being half a win, averaged over strata."""
+    """The share of pairs that ours [..., seed] win, averaged over strata; a tie counts as half a win."""
     pairs = [(x[..., :, None], y[..., None, :]) for x, y in zip(ours, theirs, strict=True)]
-    # Comparisons, not signs of differences: ∞ − ∞ is no tie but NaN.
+    # Comparisons, not signs of differences: ∞ − ∞ is NaN instead of a tie.
     return np.mean([np.mean(x > y, axis=(-2, -1)) + np.mean(x >= y, axis=(-2, -1)) for x, y in pairs], axis=0) / 2
 
 
 def _opponents(ours: Runs, theirs: Runs) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The strata of both, each [seed], after a look at all of them."""
+    """Check the strata of both methods, each [seed], and return them as lists."""
     our_strata, their_strata = _strata(ours), _strata(theirs)
     if len(our_strata) != len(their_strata):
         raise ValueError(
@@ -106,7 +116,7 @@ def _opponents(ours: Runs, theirs: Runs) -> tuple[list[np.ndarray], list[np.ndar
 
 
 def _strata(values: Runs) -> list[np.ndarray]:
-    """An array as the one stratum it is, a list of arrays as it is, after a look at their shapes."""
+    """Check the shapes, and return the strata as a list; an array is one stratum."""
     strata = [np.asarray(each, float) for each in (values if isinstance(values, Sequence) else [values])]
     shapes = [each.shape for each in strata]
     if not strata or not all(each.ndim and len(each) for each in strata) or len({shape[1:] for shape in shapes}) > 1:
@@ -118,7 +128,7 @@ def _strata(values: Runs) -> list[np.ndarray]:
 
 
 def _check_order(values: np.ndarray) -> None:
-    """NaN is neither more nor less than anything."""
+    """Refuse NaN, which has no place in any order."""
     missing = np.sum(np.isnan(values))
     if missing or not values.size:
         raise ValueError(
@@ -128,7 +138,7 @@ def _check_order(values: np.ndarray) -> None:
 
 
 def _batch_sizes(trajectories: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    """How many trajectories [iteration] each iteration sampled, after a look at both arrays."""
+    """Check both arrays, and return the number of trajectories [iteration] that each iteration sampled."""
     if trajectories.ndim != 1 or returns.ndim != 2 or returns.shape[1:] != trajectories.shape:
         raise ValueError(
             "trajectories must be [iteration] and returns [seed, iteration]; "
@@ -141,15 +151,15 @@ def _batch_sizes(trajectories: np.ndarray, returns: np.ndarray) -> np.ndarray:
 
 
 def even_grid(trajectories: np.ndarray, most: int) -> np.ndarray:
-    """Ends of at most so many even cells, and of no more than there are iterations, from the first iteration's on."""
+    """The ends of even cells, at most `most` and at most one per iteration; none lies before the first iteration."""
     grid = np.linspace(0, trajectories[-1], min(most, len(trajectories)) + 1)[1:]
     return grid[grid >= trajectories[0]]
 
 
 def smooth_on_grid(trajectories: np.ndarray, returns: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """Returns [seed, cell] by cells of trajectories, cell i being (grid[i − 1], grid[i]] and the first from 0 on.
+    """Returns [seed, cell] on cells of trajectories: cell i is (grid[i − 1], grid[i]], and the first cell starts at 0.
 
-    A cell is the mean of the iterations that end in it. Cells with none are interpolated; those before the first or
+    A cell holds the mean of the iterations that end in it. Empty cells are interpolated; cells before the first or
     after the last iteration are NaN.
     """
     trajectories, returns, grid = (np.asarray(each, float) for each in (trajectories, returns, grid))
@@ -157,7 +167,7 @@ def smooth_on_grid(trajectories: np.ndarray, returns: np.ndarray, grid: np.ndarr
     if np.any(np.diff(grid) <= 0):
         raise ValueError("grid must increase.")
     cell = np.searchsorted(grid, trajectories)
-    # The one cell more holds what lies beyond the grid.
+    # One more cell takes what lies beyond the grid.
     weight, *totals = (np.bincount(cell, each, len(grid) + 1)[:-1] for each in (sizes, *(returns * sizes)))
     full = weight > 0
     if not np.any(full):
@@ -167,16 +177,16 @@ def smooth_on_grid(trajectories: np.ndarray, returns: np.ndarray, grid: np.ndarr
 
 
 def trajectories_to_reach(trajectories: np.ndarray, returns: np.ndarray, level: float, window: float) -> np.ndarray:
-    """The trajectories [seed] after which the mean return of the last `window` of them is `level`; ∞ if it never is."""
+    """Trajectories [seed] until the mean return of the last `window` of them reaches `level`; ∞ if it never does."""
     trajectories, returns = np.asarray(trajectories, float), np.asarray(returns, float)
     sizes = _batch_sizes(trajectories, returns)
     if not window > 0:
         raise ValueError(f"window must be a positive number of trajectories, got {window}.")
     first = np.searchsorted(trajectories, trajectories - window, side="right")
     spans = np.stack([first, np.arange(len(first)) + 1], axis=1).ravel()
-    # Sums of slices, not differences of running sums: those miss a perfect score of 500 by rounding.
+    # Sums of slices, not differences of running sums, whose rounding misses a perfect score of 500.
     columns = np.pad(np.stack([sizes, *(returns * sizes)]), ((0, 0), (0, 1)))
     weight, *totals = np.add.reduceat(columns, spans, axis=1)[:, ::2]
-    # A window that is not full yet could be one lucky episode.
+    # Before the window is full, one lucky episode could be enough.
     reached = (np.stack(totals) / weight >= level) & (trajectories >= window)
     return np.where(np.any(reached, axis=1), trajectories[np.argmax(reached, axis=1)], np.inf)

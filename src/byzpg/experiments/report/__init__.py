@@ -1,4 +1,4 @@
-"""Finished experiments as one page that needs nothing but itself: figures, tables, and what does not match."""
+"""The HTML report: one self-contained page with figures, tables, and the differences from the published results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,33 +19,35 @@ from byzpg.experiments.results import Result, Results
 from byzpg.experiments.summaries import LEVELS, WINDOW, Comparison, Goal, comparisons, goals, mean_reaches, returns_at
 
 PRESETS = {
-    "tuned": "our choice of options, the one that learns fastest and the default of the command line",
+    "tuned": "our own options, which learn fastest and are the default",
     "paper": "the options of the paper's table",
     "theory": "the options for which convergence is proven",
-    "script": "the options of the published script, as far as they could be found out",
+    "script": "the options of the published script, as far as they are known",
 }
 DIFFERENCES = (
-    "The tuned preset is not the paper's table; its options are listed above. Its curves say how fast the method can "
-    "learn, not what the paper measured.",
-    "The published script is not the paper's table either. Its step size on CartPole is 5e-4 and not 5e-3, its hidden "
-    "layers have Tanh, its reference parameters are taken after the update, so that importance weights are 1 or, once "
-    "a trajectory is long, 0, and its agreement stops by looking at the agents' true parameters. All ten seeds of a "
-    "published figure share one θ₀ and one sequence of large and small batches. The script preset repeats this, but "
-    "for the oracle (a fixed number of rounds instead) and, under LargeNoise, for a coin that attackers shift.",
-    "In the script's runs of ByzPG every worker samples small batches; here, as in the paper, the server does it "
-    "alone, so that lies reach large batches only.",
-    "LunarLander is Gymnasium's v3, rebuilt in JAX; the paper used v2, whose physics are the same.",
-    "Published numbers are read off the plots, with an error of about ±3 on CartPole and ±2 on LunarLander. Where one "
-    "line hides another, or leaves the axes, there is no number. The spread over published seeds is not known.",
+    "The tuned preset differs from the paper's table; the options that differ are listed above. Its curves show how "
+    "fast the method can learn, not what the paper measured.",
+    "The published script differs from the paper's table as well. Its step size on CartPole is 5e-4 instead of 5e-3. "
+    "Its hidden layers use tanh. Its reference parameters are taken after the update, so that importance weights are 1 "
+    "or, for long trajectories, 0. Its agreement stops by looking at the true parameters of the agents. All ten seeds "
+    "of a published figure share one θ₀ and one sequence of large and small batches. The script preset reproduces all "
+    "this with two exceptions: it runs a fixed number of agreement rounds, and under LargeNoise the attackers do not "
+    "shift the coin.",
+    "In the script's runs of ByzPG, every worker samples small batches. Here, as in the paper, only the server does, "
+    "so attackers affect large batches only.",
+    "LunarLander is Gymnasium's v3, reimplemented in JAX. The paper used v2, which has the same physics.",
+    "The published numbers were read off the plots, with an error of about ±3 on CartPole and ±2 on LunarLander. Where "
+    "one line hides another, or leaves the axes, there is no number. The spread over the published seeds is not known.",
 )
 GUIDE = {
-    "Return at the end": "of the last tenth of training, undiscounted, averaged over honest agents: mean ± one "
-    "standard deviation over seeds.",
-    "IQM": "its interquartile mean: without the best and the worst quarter of the seeds.",
-    "Until 450": "trajectories per agent until the return of the last "
-    f"{WINDOW} is at that level (LunarLander: 200), median over seeds. Never: not within the run.",
-    "Beats plain averaging": "the probability that a run ends above one of plain averaging under the same attack.",
-    "[Brackets]": "95 % intervals, bootstrapped over seeds; of several attacks together, within each attack.",
+    "Return at the end": "The undiscounted return over the last tenth of training, averaged over honest agents: mean ± "
+    "one standard deviation over seeds.",
+    "IQM": "The interquartile mean of the same returns, which leaves out the best and the worst quarter of the seeds.",
+    "Until 450": f"Trajectories per agent until the mean return of the last {WINDOW} trajectories reaches this level "
+    "(LunarLander: 200), as the median over seeds. “Never” means not within the run.",
+    "Beats plain averaging": "The probability that a run ends above a run of plain averaging under the same attack.",
+    "[Brackets]": "95 % intervals, bootstrapped over seeds. For several attacks together, seeds are resampled within "
+    "each attack.",
 }
 TOGGLE = """
 document.getElementById("theme").addEventListener("click", () => {
@@ -56,7 +58,11 @@ document.getElementById("theme").addEventListener("click", () => {
 
 
 def write_report(results: Sequence[Results], path: Path) -> None:
-    """All experiments of these results as one HTML file; those of one name and preset become one."""
+    """Write all experiments of these results as one HTML file; experiments with the same name and preset are merged.
+
+    Raises:
+        ValueError: If two results hold different runs of the same panel.
+    """
     text = _page(by_preset(results))
     write_atomically(path, lambda file: file.write(text.encode()))
 
@@ -68,7 +74,7 @@ class Chapter:
     preset: str
     experiments: dict[str, Experiment] = field(default_factory=dict)
     runs: dict[str, Result] = field(default_factory=dict)
-    made_by: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)  # provenance, by experiment
+    provenance: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)  # by experiment
 
     def comparisons(self) -> list[Comparison]:
         return list(comparisons(list(self.experiments.values()), self.runs))
@@ -81,7 +87,7 @@ class Chapter:
 
 
 def by_preset(results: Sequence[Results]) -> list[Chapter]:
-    """Results of several files put together: an experiment's panels may come from different ones."""
+    """Merge the results of several files by preset; the panels of one experiment may come from different files."""
     chapters: dict[str, Chapter] = {}
     for each in results:
         for experiment in each.experiments:
@@ -92,11 +98,11 @@ def by_preset(results: Sequence[Results]) -> list[Chapter]:
             panels = tuple(dict.fromkeys((*before.panels, *experiment.panels)))
             if len({(panel.title, panel.task) for panel in panels}) < len(panels):
                 raise ValueError(
-                    f"{experiment.name} (preset {preset}) is in two of these files with different runs, of other seeds "
-                    "or lengths: leave one of them out."
+                    f"{experiment.name} (preset {preset}) is in two of these files with different runs, which have "
+                    "other seeds or lengths: leave one of the files out."
                 )
             chapter.experiments[experiment.name] = replace(before, panels=panels)
-            chapter.made_by.setdefault(experiment.name, []).append(each.provenance)
+            chapter.provenance.setdefault(experiment.name, []).append(each.provenance)
     for chapter in chapters.values():
         found = chapter.experiments
         chapter.experiments = {name: found[name] for name in (*EXPERIMENTS, *found) if name in found}
@@ -111,12 +117,12 @@ def _page(chapters: Sequence[Chapter]) -> str:
     for chapter in chapters:
         body += [
             f"<h2 id='{chapter.preset}'>Preset {chapter.preset}</h2>",
-            f"<p>Where an experiment does not say otherwise, runs use {escape(PRESETS[chapter.preset])}.</p>",
+            f"<p>Unless an experiment says otherwise, its runs use {escape(PRESETS[chapter.preset])}.</p>",
             options_table(chapter.comparisons()),
             _published(chapter),
             *(_experiment(chapter, experiment) for experiment in chapter.experiments.values()),
         ]
-    body += [_mismatches(chapters), "</main>", "<footer>Written by <code>byzpg</code> from the numbers alone.</footer>"]
+    body += [_mismatches(chapters), "</main>", "<footer>Generated by <code>byzpg report</code>.</footer>"]
     css = (files("byzpg.experiments.report") / "page.css").read_text()
     return (
         "<!doctype html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'>\n"
@@ -132,47 +138,47 @@ def _top(chapters: Sequence[Chapter]) -> str:
     runs = [result for chapter in chapters for result in chapter.runs.values()]
     found = [goal for chapter in chapters for goal in chapter.goals()]
     compared = [each for chapter in chapters for each in chapter.comparisons()]
-    made = {id(each): each for chapter in chapters for several in chapter.made_by.values() for each in several}
+    made = {id(each): each for chapter in chapters for several in chapter.provenance.values() for each in several}
     seconds = sum(each.get("seconds") or 0 for each in made.values())
     facts = {
         "training runs": f"{sum(len(result.returns) for result in runs):,}",
         "trajectories": large(sum(_sampled(result) for result in runs)),
     }
     if seconds:
-        facts["of training, all runs together"] = duration(seconds)
+        facts["training time, all runs"] = duration(seconds)
     if found:
         facts["goals met"] = f"{sum(goal.met() for goal in found)} of {len(found)}"
     if compared:
         matched = sum(each.matches() for each in compared)
-        facts["published curves met or beaten"] = f"{matched} of {len(compared)}"
+        facts["published curves matched or beaten"] = f"{matched} of {len(compared)}"
     strip = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
     return f"""<header class='top'>
 <button id='theme' type='button' aria-label='switch between light and dark'>light / dark</button>
 <h1>Federated policy gradients with Byzantine agents, reproduced</h1>
-<p class='lead'>Agents learn one policy together and exchange nothing but vectors. Some of them lie. Every figure below
-compares learning that withstands lies with plain averaging and with one agent alone, first on the experiments of the
-paper, then beyond them, next to what the paper reports.</p>
-<p class='cite'>The method and the published curves: P. Jordan, F. Grötschla, F. X. Fan, R. Wattenhofer, “Decentralized
-Federated Policy Gradient with Byzantine Fault-Tolerance and Provably Fast Convergence”, AAMAS 2024, arXiv 2401.03489.
-The runs: byzpg.</p>
+<p class='lead'>Agents learn one policy together by exchanging gradients and parameters. Some of them are Byzantine and
+attack the others. The figures compare robust methods with plain averaging and with a single agent: first in the
+experiments of the paper, next to the published curves, then in experiments beyond the paper.</p>
+<p class='cite'>The method and the published curves are from P. Jordan, F. Grötschla, F. X. Fan, R. Wattenhofer,
+“Decentralized Federated Policy Gradient with Byzantine Fault-Tolerance and Provably Fast Convergence”, AAMAS 2024,
+arXiv 2401.03489. All other curves are from byzpg.</p>
 <dl class='strip'>{strip}</dl>
 </header>"""
 
 
 def _sampled(result: Result) -> float:
-    """Trajectories of all seeds and agents, counted as if every agent sampled in every iteration."""
+    """The trajectories of all seeds and agents, as if every agent sampled in every iteration."""
     return result.trajectories[-1] * len(result.returns) * result.settings.num_agents
 
 
 def _contents(chapters: Sequence[Chapter]) -> str:
     groups = []
     for chapter in chapters:
-        titles = {"published": "Published against ours"} if chapter.comparisons() else {}
+        titles = {"published": "Published results and ours"} if chapter.comparisons() else {}
         titles |= {name: heading(experiment) for name, experiment in chapter.experiments.items()}
         links = [f"<li><a href='#{chapter.anchor(name)}'>{escape(title)}</a></li>" for name, title in titles.items()]
         link = f"<a href='#{chapter.preset}'>Preset {chapter.preset}</a>"
         groups.append(f"<li class='group'>{link}<ol>{''.join(links)}</ol></li>")
-    last = "<li><a href='#mismatches'>What does not match, and why</a></li>"
+    last = "<li><a href='#mismatches'>Differences from the published results</a></li>"
     return f"<nav aria-label='contents'><h2>Contents</h2><ol>{''.join(groups)}{last}</ol></nav>"
 
 
@@ -185,7 +191,7 @@ def _published(chapter: Chapter) -> str:
     if not chapter.comparisons():
         return ""
     tables = published_tables(chapter.comparisons(), {name: chapter.anchor(name) for name in chapter.experiments})
-    return f"<section id='{chapter.anchor('published')}'><h3>Published against ours</h3>{tables}</section>"
+    return f"<section id='{chapter.anchor('published')}'><h3>Published results and ours</h3>{tables}</section>"
 
 
 def _experiment(chapter: Chapter, experiment: Experiment) -> str:
@@ -196,43 +202,43 @@ def _experiment(chapter: Chapter, experiment: Experiment) -> str:
             f"<p class='question'>{escape(experiment.question)}</p>",
             figure(experiment, chapter.runs, chapter.anchor(experiment.name)),
             numbers_table(experiment, chapter.runs),
-            _made_by(chapter.made_by[experiment.name]),
+            _made_by(chapter.provenance[experiment.name]),
             "</section>",
         ]
     )
 
 
 def _made_by(several: Sequence[Mapping[str, Any]]) -> str:
-    """The commands, the versions and the machine behind an experiment."""
+    """The commands, versions and machines behind an experiment."""
     parts = []
     for provenance in several:
         command, seconds = provenance["command"], provenance.get("seconds")
         versions = ", ".join(f"{name} {number}" for name, number in provenance["versions"].items())
         devices = ", ".join(dict.fromkeys(provenance["devices"]))
-        took = f", {duration(seconds)} for all runs of this command" if seconds else ""
-        about = f"Python {provenance['python']}, {versions}; {provenance['machine']}; {devices}{took}."
+        took = f" All runs of this command took {duration(seconds)}." if seconds else ""
+        about = f"Python {provenance['python']}, {versions}; {provenance['machine']}; {devices}.{took}"
         made = f"<pre tabindex='0'><code>{escape(command)}</code></pre><p class='quiet'>{escape(about)}</p>"
         parts += [made] if made not in parts else []
-    return f"<details><summary>How this was made</summary>{''.join(parts)}</details>"
+    return f"<details><summary>How to reproduce this</summary>{''.join(parts)}</details>"
 
 
-# What does not match
+# Differences from the published results
 
 
-# A preset made for it is to beat the published curves, any other to repeat them.
-AGREES = {True: "met or beaten", False: "met"}
+# The tuned preset may beat the published curves; any other preset should repeat them.
+AGREES = {True: "matched or beaten", False: "matched"}
 
 
 def _mismatches(chapters: Sequence[Chapter]) -> str:
-    parts = ["<section><h2 id='mismatches'>What does not match, and why</h2>"]
+    parts = ["<section><h2 id='mismatches'>Differences from the published results</h2>"]
     for chapter in chapters:
         compared, found = chapter.comparisons(), chapter.goals()
         missed = [goal for goal in found if not goal.met()]
         apart = [each for each in compared if not each.matches()]
         if found:
-            met = f"{len(found) - len(missed)} of {len(found)} are met"
+            met = f"{len(found) - len(missed)} of {len(found)} goals are met."
             parts.append(f"<h3>Goals of robust methods under attack, preset {chapter.preset}</h3>")
-            parts.append(f"<p>{met}{'. These are not:' if missed else '.'}</p>{bullets(map(_missed, missed))}")
+            parts.append(f"<p>{met}{' These are not:' if missed else ''}</p>{bullets(map(_missed, missed))}")
         if compared:
             fewer = (
                 f"{len(apart)} of {len(compared)} do not match:"
@@ -258,8 +264,9 @@ def _missed(goal: Goal) -> str:
         ours = f"has {spread(returns_at(result, goal.trajectories))}"
     else:
         reached = mean_reaches(result, goal.level)
-        ours = f"is there at {reached:,.0f}" if reached < inf else f"is not there by {result.trajectories[-1]:,.0f}"
-    return f"{wanted} Ours {ours}; of single seeds, {np.sum(goal.seeds())} of {len(result.returns)} are in time."
+        end = result.trajectories[-1]
+        ours = f"reaches it at {reached:,.0f}" if reached < inf else f"does not reach it by {end:,.0f}"
+    return f"{wanted} Ours {ours}; {np.sum(goal.seeds())} of {len(result.returns)} seeds do so in time."
 
 
 def _apart(each: Comparison) -> str:
@@ -270,11 +277,11 @@ def _apart(each: Comparison) -> str:
         ours, end = mean_reaches(each.result, level), each.result.trajectories[-1]
         when = f"at {ours:,.0f}" if ours < inf else f"not by {end:,.0f}"
         parts.append(
-            f"the published mean is at {level:g} by {each.published_reach()[1]:,.0f} trajectories, ours {when}"
+            f"the published mean reaches {level:g} by {each.published_reach()[1]:,.0f} trajectories, ours {when}"
         )
     if each.ends_lower() or each.withstands_more():
-        seen = f"at {whole(theirs)}" if isfinite(theirs) else "out of sight"
+        seen = f"at {whole(theirs)}" if isfinite(theirs) else "below the axes"
         parts.append(f"the published mean ends {seen}, ours at {spread(returns_at(each.result, each.end))}")
     if each.withstands_more():
-        parts.append("so plain averaging suffers less here")
+        parts.append("so the attack hurts plain averaging less here")
     return f"{_place(each)}: {', '.join(parts)}."

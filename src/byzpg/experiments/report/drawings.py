@@ -8,7 +8,7 @@ from io import BytesIO
 import numpy as np
 from matplotlib import pyplot
 
-from byzpg.experiments.figures import COLOURS, GRID, INK, MUTED, RETURN_RANGES, Picture, legend_handles, pictures
+from byzpg.experiments.figures import COLOURS, GRID, INK, MUTED, RETURN_RANGES, Plot, legend_handles, plots
 from byzpg.experiments.paper import Experiment
 from byzpg.experiments.report.wording import seeds_of, whole
 from byzpg.experiments.results import Result
@@ -16,14 +16,14 @@ from byzpg.experiments.summaries import WINDOW
 
 
 def figure(experiment: Experiment, runs: Mapping[str, Result], anchor: str) -> str:
-    """All panels of an experiment, with one key; ids in them begin with what the anchor gives."""
-    drawn = pictures(experiment, runs)
+    """All plots of an experiment with one legend; the anchor keeps their ids apart from those of other figures."""
+    drawn = plots(experiment, runs)
     shape = "wide" if experiment.kind == "heatmap" else "pair" if len(drawn) in (1, 2, 4) else ""
     panels = []
-    for number, picture in enumerate(drawn):
-        svg = _svg(picture, f"{anchor}-{number}")
+    for number, plot in enumerate(drawn):
+        svg = _svg(plot, f"{anchor}-{number}")
         panels.append(
-            f"<div class='panel'><p class='name'>{escape(picture.title)}</p><div class='canvas'>{svg}</div></div>"
+            f"<div class='panel'><p class='name'>{escape(plot.title)}</p><div class='canvas'>{svg}</div></div>"
         )
     return (
         f"<figure aria-label='{escape(experiment.title)}'>{_key(experiment)}<div class='panels {shape}'>"
@@ -47,7 +47,7 @@ def _caption(experiment: Experiment, runs: Mapping[str, Result]) -> str:
         case "curves":
             text = f"Training return of honest agents: mean and one standard deviation over {seeds}."
             if any(panel.published for panel in experiment.panels):
-                text += " Dashed, in the same colour: the published mean."
+                text += " Dashed lines in the same colours are the published means."
             for panel in experiment.panels:
                 for cell in panel.cells:
                     lowest = float(np.min(np.mean(runs[cell.run].returns, axis=0)))
@@ -55,31 +55,31 @@ def _caption(experiment: Experiment, runs: Mapping[str, Result]) -> str:
                         text += f" {panel.title}: {cell.label} leaves the axes, down to {whole(lowest)}."
             return text
         case "reach":
-            return f"Median over {seeds} and its 95 % bootstrap interval, returns averaged over {WINDOW} trajectories."
+            return f"Median over {seeds} with 95 % bootstrap intervals. Returns are means over {WINDOW} trajectories."
         case "tolerance":
             return f"Interquartile mean over {seeds} of the last tenth of training, with 95 % bootstrap intervals."
         case "heatmap":
-            return f"Means over {seeds}. A dash: the rule does not weigh agents."
+            return f"Means over {seeds}. A dash means that the rule does not weight agents."
         case "agreement":
             return (
-                f"Interquartile means over {seeds} with 95 % bootstrap intervals: the diameter over the whole run, the "
-                "return over its last tenth. Without rounds (κ = 0) there is no diameter after them."
+                f"Interquartile means over {seeds} with 95 % bootstrap intervals. The diameter is averaged over the "
+                "whole run, the return over its last tenth. With κ = 0 there are no rounds and no diameter after them."
             )
 
 
 def _themed(text: str) -> str:
-    """Colours of the figures as variables of the page, so that they follow its theme."""
+    """Replace the colours of the figures by variables of the page, so that they follow its theme."""
     tones = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"}
     for colour, variable in (tones | {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)}).items():
         text = re.sub(colour, variable, text, flags=re.IGNORECASE)
     return text
 
 
-def _svg(picture: Picture, salt: str) -> str:
-    """A picture as an element of the page: without what repeats or clashes there, and with short numbers."""
+def _svg(plot: Plot, salt: str) -> str:
+    """A plot as an element of the page, without metadata and unused ids, and with short numbers."""
     buffer = BytesIO()
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10.5}):
-        picture.alone().savefig(buffer, format="svg", facecolor="none")
+        plot.alone().savefig(buffer, format="svg", facecolor="none")
     svg = buffer.getvalue().decode()
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>|<!--.*?-->", "", svg, flags=re.DOTALL)
     used = set(re.findall(r"#(\w+)[\")]", svg))
@@ -90,5 +90,5 @@ def _svg(picture: Picture, salt: str) -> str:
     start = svg.index("<svg")
     box = re.search(r'viewBox="[^"]+"', svg)
     assert box
-    opening = f"<svg {box[0]} role='img' aria-label='{escape(picture.description)}'>"
+    opening = f"<svg {box[0]} role='img' aria-label='{escape(plot.description)}'>"
     return _themed(opening + svg[svg.index(">", start) + 1 :])

@@ -1,4 +1,4 @@
-"""The tables of the page."""
+"""The tables of the report."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -34,9 +34,10 @@ from byzpg.experiments.summaries import (
 )
 from byzpg.federation.algorithms import ALGORITHMS
 
-PLACES = {"reach": "K", "tolerance": "attackers", "agreement": "κ"}
-LONG_TABLE = 16  # rows; longer ones open on demand
-# What may differ between presets, and those of them that do nothing where all batches are large.
+# The heading of `Cell.at`, by kind of experiment.
+PLACES = {"reach": "K", "tolerance": "Attackers", "agreement": "κ"}
+LONG_TABLE = 16  # rows; a longer table is folded
+# The options that may differ between presets, and those of them that have no effect if all batches are large.
 OPTIONS = {
     "optimizer": "optimizer",
     "step_size": "step size η",
@@ -46,23 +47,21 @@ OPTIONS = {
     "estimator": "estimator",
     "importance": "importance weights",
     "gate": "gate β",
-    "memory": "memory",
-    "coin": "coin",
+    "conventions": "conventions",
     "activation": "activation",
     "output_tanh": "Tanh on the outputs",
-    "initialization": "first parameters",
     "aggregator": "aggregator",
     "agreement": "agreement",
     "rounds": "rounds κ",
     "output": "output",
 }
-OF_SMALL_BATCHES = ("small_batch", "importance", "gate", "memory", "coin")
+OF_SMALL_BATCHES = ("small_batch", "importance", "gate")
 
 Rivals = Mapping[tuple[Panel, Cell], Cell | None]
 
 
 def _table(caption: str, head: Sequence[str], groups: Mapping[str, Sequence[str]], foot: Sequence[str] = ()) -> str:
-    """A table in a box of its own that scrolls: groups of rows, each under its heading if it has one."""
+    """A table that scrolls in its own box: groups of rows, each under its heading if it has one."""
     titles = "".join(f"<th scope='col'>{escape(title)}</th>" for title in head)
     bodies = []
     for group, rows in groups.items():
@@ -76,12 +75,12 @@ def _table(caption: str, head: Sequence[str], groups: Mapping[str, Sequence[str]
 
 
 def _row(*cells: str) -> str:
-    """A row of ready HTML; its first cell is its heading."""
+    """A row of HTML cells; the first one is its heading."""
     return f"<tr><th scope='row'>{cells[0]}</th>{''.join(f'<td>{cell}</td>' for cell in cells[1:])}</tr>"
 
 
 def options_table(found: Sequence[Comparison]) -> str:
-    """Where the preset departs from the paper's table, by task."""
+    """The options in which the preset differs from the paper's table, by task."""
     robust: dict[str, Settings] = {}
     for each in found:
         if ALGORITHMS[each.result.settings.algorithm].robust:
@@ -99,20 +98,20 @@ def options_table(found: Sequence[Comparison]) -> str:
     body = []
     for option, name in OPTIONS.items():
         if option in rows:
-            pairs = [rows[option].get(task, ("", "as there")) for task in robust]
+            pairs = [rows[option].get(task, ("", "the same")) for task in robust]
             body.append(_row(escape(name), *(escape(value.removesuffix("()")) for pair in pairs for value in pair)))
-    caption = "Where these options depart from the paper's table."
+    caption = "Options that differ from the paper's table."
     if any(settings.switch_probability == 1 for settings in robust.values()):
-        caption += " With p = 1 all batches are large, and the PAGE correction never acts."
+        caption += " With p = 1 all batches are large, and the PAGE correction is never used."
     return _table(caption, head, {"": body})
 
 
 def published_tables(found: Sequence[Comparison], anchors: Mapping[str, str]) -> str:
-    """Every published curve against ours, a table per task; figures link to the anchors of their experiments."""
+    """Every published curve next to ours, in a table per task; figures link to the anchors of their experiments."""
     tables = []
     reach = (
-        f"CartPole: trajectories per agent until the mean curve is at {LEVELS[CARTPOLE]:g}. Published curves are known "
-        "at every 250th trajectory; a range means that another line hides the curve in between."
+        f"CartPole: trajectories per agent until the mean curve reaches {LEVELS[CARTPOLE]:g}. The published curves "
+        "were read at every 250th trajectory; a range means that another line hides the curve in between."
     )
     end = "LunarLander: return at 8,000 trajectories per agent, ours with the standard deviation over seeds."
     for task, caption, cells, columns in (
@@ -134,11 +133,11 @@ def _reach_cells(each: Comparison) -> list[str]:
     hidden = high - low > 250
     theirs = f"{low:,.0f}–{high:,.0f}" if hidden and high < inf else count(high)
     if ours == high == inf:
-        verdict = "never there either"
+        verdict = "neither reaches it"
     elif ours == inf or high == inf:
-        verdict = "never there" if ours == inf else "there alone"
+        verdict = "never" if ours == inf else "the only one"
     else:
-        ratio = low / ours  # the least it can be: published curves are known at every 250th trajectory
+        ratio = low / ours  # a lower bound, as the published curves were read at every 250th trajectory
         verdict = f"{ratio:.1f}× sooner" if ratio >= 1 else f"{1 / ratio:.1f}× later"
     verdict += "; ends lower" * each.ends_lower() + "; ends higher" * each.withstands_more()
     return [theirs, count(ours), with_interval(reach_estimate(each.result), count), _verdict(each, verdict)]
@@ -147,7 +146,7 @@ def _reach_cells(each: Comparison) -> list[str]:
 def _end_cells(each: Comparison) -> list[str]:
     theirs, ours = each.published_end(), returns_at(each.result, each.end)
     if not isfinite(theirs):
-        return ["out of sight", spread(ours), _verdict(each, "ends higher" if each.withstands_more() else "")]
+        return ["not visible", spread(ours), _verdict(each, "ends higher" if each.withstands_more() else "")]
     gap = round(float(np.mean(ours)) - theirs)
     return [whole(theirs), spread(ours), _verdict(each, "+" * (gap > 0) + whole(gap))]
 
@@ -157,12 +156,12 @@ def _verdict(each: Comparison, text: str) -> str:
 
 
 def numbers_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
-    """An experiment in numbers."""
+    """The numbers of an experiment."""
     return _rules_table(experiment, runs) if experiment.kind == "heatmap" else _runs_table(experiment, runs)
 
 
 def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
-    """A row per run, and where a method was attacked in several panels, one of all of them."""
+    """A row per run, and a row for all attacks together if a method was attacked in several panels."""
     cells = [(panel, cell) for panel in experiment.panels for cell in panel.cells]
     tasks = {panel.task for panel in experiment.panels}
     placed, levels = experiment.kind in PLACES, tasks <= set(LEVELS)
@@ -186,19 +185,19 @@ def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
         if any(rivals.values()):
             row.append(with_interval(improvement(final, final_returns(runs[rival.run])), share) if rival else "")
         group = groups.setdefault("All panels" if shared else escape(panel.title), [])
-        if _row(*row) not in group:  # a run that several panels share
+        if _row(*row) not in group:  # several panels may share a run
             group.append(_row(*row))
     attacked = [] if placed else [group for group in _attacked(rivals).values() if len(group) > 1]
     foot = [_pooled_row(group, rivals, runs, levels) for group in attacked]
-    table = _table(f"{heading(experiment)}, {seeds_of(experiment, runs)}.", head, groups, foot)
+    table = _table(f"{heading(experiment)}: {seeds_of(experiment, runs)}.", head, groups, foot)
     length = sum(map(len, groups.values()))
     if length > LONG_TABLE:
-        return f"<details><summary>All numbers, {length} rows</summary>{table}</details>"
+        return f"<details><summary>All numbers ({length} rows)</summary>{table}</details>"
     return table
 
 
 def _attacked(rivals: Rivals) -> dict[str, list[tuple[Panel, Cell]]]:
-    """By label, the cells that have a rival."""
+    """The cells that have a rival, by label."""
     groups: dict[str, list[tuple[Panel, Cell]]] = {}
     for (panel, cell), rival in rivals.items():
         if rival:
@@ -207,7 +206,7 @@ def _attacked(rivals: Rivals) -> dict[str, list[tuple[Panel, Cell]]]:
 
 
 def _pooled_row(group: Sequence[tuple[Panel, Cell]], rivals: Rivals, runs: Mapping[str, Result], levels: bool) -> str:
-    """A method under several attacks, the attacks being strata."""
+    """The row of a method under several attacks, which are the strata."""
     ours = [final_returns(runs[cell.run]) for _, cell in group]
     theirs = [final_returns(runs[rival.run]) for each in group if (rival := rivals[each])]
     row = [f"{escape(group[0][1].label)}, all attacks", spread(np.concatenate(ours))]
@@ -217,7 +216,7 @@ def _pooled_row(group: Sequence[tuple[Panel, Cell]], rivals: Rivals, runs: Mappi
 
 def _rules_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
     """A row per rule, over all attacks."""
-    head = ["Rule", "Return at the end", "IQM [95 %]", "Worst attack", "its return", "Beats Mean [95 %]"]
+    head = ["Rule", "Return at the end", "IQM [95 %]", "Worst attack", "Return under it", "Beats Mean [95 %]"]
     (panel,) = experiment.panels
     finals = {cell: final_returns(runs[cell.run]) for cell in panel.cells}
     rows = []
@@ -233,7 +232,7 @@ def _rules_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
         row += [escape(str(worst.at)), whole(float(np.mean(finals[worst])))]
         rows.append(_row(*row, with_interval(wins, share) if wins else ""))
     return _table(
-        f"{heading(experiment)}, all attacks together, {seeds_of(experiment, runs)}.",
+        f"{heading(experiment)}: all attacks together, {seeds_of(experiment, runs)}.",
         head,
         {"": rows},
     )

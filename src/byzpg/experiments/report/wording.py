@@ -1,4 +1,4 @@
-"""How numbers, names and lists read on the page."""
+"""How numbers, names and lists are written on the page."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping

@@ -1,0 +1,101 @@
+"""Commands that look at one run print the same numbers."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.table import Table
+
+from byzpg import cli
+from byzpg.cli.console import console
+from byzpg.cli.tables import BEST, LAST_TENTH, WEIGHT, experiments_table, runs_table
+from byzpg.config import Settings
+from byzpg.experiments.paper import Scope, grid
+from byzpg.experiments.results import Result, Results
+from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
+from byzpg.experiments.sweeps import Sweep
+from byzpg.runs import Run, RunDirectory
+
+NUMBERS = (LAST_TENTH, BEST, WEIGHT)
+
+
+def a_run(settings: Settings, num_iterations: int) -> Run:
+    """A noisy run with batches of 50 and 4, where a mean over iterations is not one over trajectories."""
+    rng = np.random.default_rng(num_iterations)
+    large = rng.random(num_iterations) < 0.2
+    trajectories = np.cumsum(np.where(large, 50, 4))
+    shape = (settings.num_seeds, num_iterations)
+    metrics = {
+        "return_mean": (np.linspace(10, 300, num_iterations) + rng.normal(0, 60, shape)).astype(np.float32),
+        "byzantine_weight": np.where(large, rng.random(shape) * np.linspace(0.1, 0.5, num_iterations), np.nan),
+        **{name: np.full(shape, np.nan) for name in ("diameter_before", "diameter_after")},
+    }
+    zeros = np.zeros((settings.num_seeds, 1, 3))
+    return Run(settings, trajectories, large, metrics, {"last": zeros, "uniform": zeros}, 0, complete=True)
+
+
+def numbers_of(table: Table, row: int = 0) -> list[str]:
+    """What a row says about last tenth, best and attackers' weight."""
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    return [str(columns[name][row]) for name in NUMBERS]
+
+
+def printed_numbers(text: str) -> list[str]:
+    """The same in the output of a command whose table has one row: 123 ± 4, 130, 5.0%."""
+    (line,) = [line for line in text.splitlines() if "±" in line and "%" in line]
+    spread, best, weight = re.search(r"(\d+ ± \d+)\s+(\d+)\s.*?([\d.]+%)", line).groups()  # pyright: ignore
+    return [spread, best, weight]
+
+
+@pytest.mark.parametrize("num_iterations", [1, 3, 40, 700])
+def test_commands_agree_about_a_run(
+    num_iterations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "_width", 150)
+    Path("one.toml").write_text("num_seeds = 3\n[grid]\nattack = ['ALIE']")
+    (cell,) = Sweep.load(Path("one.toml")).cells
+    run, path = a_run(cell.settings, num_iterations), Path("sweeps/one/runs") / cell.name
+    RunDirectory.create(path, cell.settings).write_results(run)
+    result = Result.of(run)
+    late = final_returns(result)
+    expected = [
+        f"{late.mean():.0f} ± {late.std():.0f}",
+        *(f"{best_return(result):.0f}", f"{attacker_weight(result):.1%}" if num_iterations > 1 else "0.0%"),
+    ]
+    if np.isnan(attacker_weight(result)):
+        expected[-1] = "–"
+
+    planned = grid(["fig2"], Scope(num_seeds=3))
+    reproduced = Results.of(planned, dict.fromkeys(planned.settings, run), {})
+    assert numbers_of(runs_table({path: run}, with_paths=False)) == expected
+    assert numbers_of(runs_table({path: run}, with_paths=True)) == expected
+    assert numbers_of(experiments_table(reproduced)) == expected
+
+    if expected[-1] == "–":
+        return
+    for command in (["sweep", "one.toml"], ["plot", str(path)]):
+        monkeypatch.setattr(sys, "argv", ["byzpg", *command])
+        cli.main()
+        assert printed_numbers(capsys.readouterr().out) == expected
+
+
+def test_definitions() -> None:
+    """By hand: 20 cells of 10 trajectories, of which the last two are the last tenth."""
+    (cell,) = Sweep.of({"grid": {"seed": [0]}, "num_seeds": 2}, "here").cells
+    trajectories = np.arange(1, 21) * 10
+    returns = np.stack([np.arange(20.0), np.full(20, 5.0)])
+    returns[:, 7] = 40.0
+    weight = np.full((2, 20), np.nan)
+    weight[:, ::2] = [[0.1], [0.3]]
+    run = Run(
+        cell.settings, trajectories, trajectories > 0, {"return_mean": returns, "byzantine_weight": weight}, {}, 0, True
+    )
+    result = Result.of(run)
+    np.testing.assert_allclose(final_returns(result), [18.5, 5.0])
+    assert best_return(result) == 40.0
+    assert attacker_weight(result) == pytest.approx(0.2)
+    returns[1, 7] = np.nan  # a cell in which a seed has diverged does not count
+    assert best_return(Result.of(run)) == pytest.approx((19 + 5) / 2)
