@@ -32,7 +32,7 @@ from grpc import aio
 from byzpg.live.identity import generate, read_key, write_identity
 from byzpg.live.links import SERVICE, channel_options, free_ports, open_channel, server_credentials
 from byzpg.live.manifest import Manifest, Times, new_manifest
-from byzpg.live.peer import Peer
+from byzpg.live.peer import LivePeer
 from byzpg.live.status import Log, Status
 from byzpg.live.store import Store
 
@@ -88,12 +88,23 @@ def live_member(folder: Path, own: int, dimension: int, num_iterations: int, rou
     manifest = Manifest.load(folder / "federation.toml")
     member = manifest.members[own]
     store = Store(folder / member.name, manifest, member)
-    status = Status(NAMES, own, num_iterations, None, None, "none")
+    status = Status(
+        names=NAMES, own=own, num_iterations=num_iterations, attack=None, reward_threshold=None, task="none"
+    )
     computation, private = Idle(dimension, num_iterations, rounds), read_key(folder / f"{member.name}.key", member)
     log = Log(store.path / "log.jsonl", member.name, None)
 
-    async def run() -> Peer:
-        peer = Peer(manifest, own, private, store, computation, status, log, member.address)
+    async def run() -> LivePeer:
+        peer = LivePeer(
+            manifest=manifest,
+            own=own,
+            private=private,
+            store=store,
+            computation=computation,
+            status=status,
+            log=log,
+            listen=member.address,
+        )
         await peer.run()
         return peer
 
