@@ -285,7 +285,7 @@ def test_the_summary_says_when_a_task_is_solved() -> None:
     assert columns[WEIGHT] == ["–"] * 5
     names = columns_of({Path("long [1]"): run_with(True, True, True)}, with_paths=True)["method"]
     assert names == [
-        "DecByzPG with NNM(TrimmedMean())\n[dim]long \\[1]\n2,000 trajectories per agent[/dim]",
+        "DecByzPG with NNM(TrimmedMean())\n[dim]long [1]\n2,000 trajectories per agent[/dim]",
     ]
 
 
@@ -340,7 +340,7 @@ def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path:
     first = os.pathsep.join([str(tmp_path / "shim"), os.environ.get("PYTHONPATH", "")])
     done = byzpg("play", run, "--episodes", "1", folder=tmp_path, PYTHONPATH=first)
     assert done.returncode == 2
-    assert done.stderr == "error: playing needs Gymnasium and what it draws with: pip install 'byzpg[gymnasium]'.\n"
+    assert done.stderr == "error: playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'.\n"
     assert contents(run) == before
 
 
@@ -370,7 +370,7 @@ def test_help_is_worth_reading(here: Here) -> None:
         "Example: byzpg train ",
     ):
         assert line in text
-    assert "None" not in text  # no default is
+    assert "default: None" not in text
 
 
 def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here) -> None:
@@ -474,7 +474,7 @@ BAD: dict[str, list[str]] = {
     "train --preset best": ["--preset", "best"],
     "train --config nowhere.toml": ["configuration nowhere.toml cannot be read"],
     "train --config misspelt.toml": ["misspelt.toml: there is no option 'num_agnts'. Did you mean 'num_agents'?"],
-    "train --directory started": ["started holds a run already: choose another directory, or `byzpg resume started`."],
+    "train --directory started": ["started already holds a run: choose another directory, or `byzpg resume started`."],
     "train --directory misspelt.toml": ["misspelt.toml is not an empty directory: choose another one."],
     "train --directory misspelt.toml/run": ["Not a directory"],
     "resume changed": ["changed/checkpoint.npz belongs to another configuration than the config.json beside it"],
@@ -486,7 +486,7 @@ BAD: dict[str, list[str]] = {
     "play nowhere": ["nowhere holds no run"],
     "play started --output film.avi": ["--output must end in .gif, got film.avi."],
     "play started --episodes 0": ["--episodes must be at least 1, got 0."],
-    "play started --seed -1": ["--seed must not be negative", "got -1."],
+    "play started --seed -1": ["--seed must not be negative", "got --seed -1."],
 }
 # Each line in a process of its own, but Python and its modules are loaded once.
 RUNNER = """

@@ -82,7 +82,7 @@ def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
         (*elsewhere, "--num-seeds", "2"): "--num-seeds cannot be set here: it follows from the members.",
         (*elsewhere, "--num-attackers", "1"): "--num-attackers cannot be set here",
         (*elsewhere, "--algorithm", "ByzPG"): "without a server",
-        ("peer", "federation.toml", "--name", "mallory"): "no member of this federation",
+        ("peer", "federation.toml", "--name", "mallory"): "not a member of this federation",
         ("peer", "federation.toml", "--name", "alice", "--key", "bob.key"): "not the key of alice",
         ("peer", "nowhere.toml", "--name", "alice"): "cannot be read",
         ("peer", "federation.toml", "--name", "alice", "--listen", "here"): "host:port",
