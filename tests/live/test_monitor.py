@@ -283,7 +283,7 @@ def monitored(manifest: Manifest, statuses: Statuses) -> Iterator[Monitor]:
     async def source() -> AsyncIterator[Ask]:
         yield ask
 
-    with Monitor(manifest, 0, source, "127.0.0.1", 0) as monitor:
+    with Monitor(manifest, 0, source, host="127.0.0.1", port=0) as monitor:
         until(lambda: monitor.board.as_data()["age"] is not None, "there is a first poll")
         yield monitor
 
@@ -394,10 +394,10 @@ def test_a_port_in_use_or_none_at_all_gives_one_clear_error(server: Monitor, man
     with pytest.raises(
         ValueError, match=rf"cannot serve the status page on 127\.0\.0\.1:{port}: Address already in use"
     ):
-        Monitor(manifest, 0, source, "127.0.0.1", port)
+        Monitor(manifest, 0, source, host="127.0.0.1", port=port)
     for host, wrong in (("127.0.0.1", 99_999), ("no such host", 0), ("203.0.113.1", 0)):
         with pytest.raises(ValueError, match=r"cannot serve the status page on .* Choose another host or port"):
-            Monitor(manifest, 0, source, host, wrong)
+            Monitor(manifest, 0, source, host=host, port=wrong)
 
 
 def test_a_missing_key_is_reported_before_anything_starts(manifest: Manifest, tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_a_poll_that_fails_ends_the_monitor_with_its_error(manifest: Manifest) -
 
         yield ask
 
-    with pytest.raises(RuntimeError, match="broken"), Monitor(manifest, 0, source, "127.0.0.1", 0) as monitor:
+    with pytest.raises(RuntimeError, match="broken"), Monitor(manifest, 0, source, host="127.0.0.1", port=0) as monitor:
         monitor.wait()
 
 

@@ -83,7 +83,7 @@ class Board:
 class Monitor:
     """Polls the members and serves the page, each in its own thread, while the context is open."""
 
-    def __init__(self, manifest: Manifest, own: int, source: Source, host: str, port: int) -> None:
+    def __init__(self, manifest: Manifest, own: int, source: Source, *, host: str, port: int) -> None:
         self.board = Board(manifest, own)
         self._source = source
         self._server = _Server(host, port, self.board)
@@ -150,7 +150,7 @@ def serve(manifest: Manifest, own: int, key: Path, host: str, port: int, on_read
         finally:
             await observer.close()
 
-    with Monitor(manifest, own, source, host, port) as monitor:
+    with Monitor(manifest, own, source, host=host, port=port) as monitor:
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = [signal.signal(number, lambda *_: monitor.stop()) for number in numbers]
         try:
