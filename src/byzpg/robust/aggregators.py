@@ -538,11 +538,12 @@ class CAF(WeightedAggregator):
             # set to 0: 1 − 1 computed in two places may leave 1e-7, and the same row would be the furthest for ever.
             ratio = along / jnp.where(along[furthest] > 0, along[furthest], 1)
             lighter = (weights * jnp.maximum(1 - jnp.square(ratio), 0)).at[furthest].set(0)
+            unfinished = (along[furthest] > 0) & (jnp.sum(lighter) > least_weight)
             return _FilterState(
                 weights=lighter,
                 best_mean=jnp.where(better, mean, state.best_mean),
                 best_variance=jnp.minimum(variances[-1], state.best_variance),
-                unfinished=(along[furthest] > 0) & (jnp.sum(lighter) > least_weight),
+                unfinished=unfinished,
             )
 
         full_weights = cloud.usable.astype(gram.dtype)

@@ -237,7 +237,7 @@ class RandomReward(Attack):
 
 @dataclass(frozen=True)
 class AvgZero(MessageAttack):
-    """Attackers send minus the sum of the honest vectors, so that the plain mean is zero (Jordan et al. 2024).
+    """Attackers together send minus the sum of the honest vectors: the plain mean is zero (Jordan et al. 2024).
 
     Each of b attackers sends −(1/b) Σ_honest x.
 
