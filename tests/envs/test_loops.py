@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from byzpg.envs.loops import Loops, choose, once, some, together
+from byzpg.envs.loops import Loops, any_true, choose, computed_once, map_batched
 
 WAYS = {"chunks": Loops(in_kernels=False), "kernels": Loops(in_kernels=True, interpret=True)}
 
 
 def collatz(number: np.ndarray, most: int = 10**9) -> tuple[np.ndarray, np.ndarray]:
-    """The naive twin: where the sequence of each number is after so many turns or at 1, and the turns it took."""
+    """The naive twin: where each sequence is when it reaches 1 or after `most` turns, and the turns it took."""
     ends, turns = [], []
     for value in map(int, number.ravel()):
         count = 0
@@ -26,17 +26,17 @@ def collatz(number: np.ndarray, most: int = 10**9) -> tuple[np.ndarray, np.ndarr
     return np.array(ends).reshape(number.shape), np.array(turns).reshape(number.shape)
 
 
-def one_round(constants: Any, state: Any, run: jax.Array) -> tuple[Any, jax.Array]:
+def one_round(constants: Any, state: Any, active: jax.Array) -> tuple[Any, jax.Array]:
     (tripled,), (value, turns) = constants, state
     following = jnp.where(value & 1 == 1, tripled * value + 1, value >> 1)
-    value, turns = choose(run, (following, turns + 1), (value, turns))
-    return (value, turns), run & (value > 1)
+    value, turns = choose(active, (following, turns + 1), (value, turns))
+    return (value, turns), active & (value > 1)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("shape", "chunk"), [((1000,), 16), ((7, 13), 8), ((64,), 64)])
 @pytest.mark.parametrize("most", [1000, 3])
-def test_rounds_are_as_many_as_each_needs(way: str, shape: tuple[int, ...], chunk: int, most: int) -> None:
+def test_each_element_gets_as_many_rounds_as_it_needs(way: str, shape: tuple[int, ...], chunk: int, most: int) -> None:
     numbers = np.random.default_rng(0).integers(1, 2000, size=shape).astype(np.int32)
     wanted = np.random.default_rng(1).random(shape) < 0.8
     zero = jnp.zeros(shape, jnp.int32)
@@ -44,7 +44,8 @@ def test_rounds_are_as_many_as_each_needs(way: str, shape: tuple[int, ...], chun
     @jax.jit
     def run(numbers: jax.Array, wanted: jax.Array) -> Any:
         constants = (jnp.full(shape, 3),)
-        return WAYS[way].rounds(one_round, most, constants, (numbers, zero), wanted & (numbers > 1), 2, chunk)
+        active = wanted & (numbers > 1)
+        return WAYS[way].iterate(one_round, constants, (numbers, zero), active, most=most, usual=2, chunk=chunk)
 
     (ends, turns), left = run(jnp.asarray(numbers), jnp.asarray(wanted))
     expected_ends, expected_turns = collatz(numbers, most)
@@ -55,7 +56,7 @@ def test_rounds_are_as_many_as_each_needs(way: str, shape: tuple[int, ...], chun
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
-def test_few_changes_only_where_it_should(way: str, share: float) -> None:
+def test_where_needed_changes_only_what_the_mask_says(way: str, share: float) -> None:
     rng = np.random.default_rng(2)
     values, mask = rng.normal(size=(3, 50)).astype(np.float32), rng.random((3, 50)) < share
     sizes = []
@@ -64,46 +65,46 @@ def test_few_changes_only_where_it_should(way: str, share: float) -> None:
         sizes.append(wanted.size)
         return {"sum": value + other, "wanted": wanted}
 
-    result = WAYS[way].few(
+    result = WAYS[way].where_needed(
         jnp.asarray(mask),
         function,
         (jnp.asarray(values), jnp.ones((3, 50))),
         {"sum": -jnp.asarray(values), "wanted": jnp.zeros((3, 50), bool)},
-        16,
+        chunk=16,
     )
     np.testing.assert_array_equal(result["sum"], np.where(mask, values + 1, -values))
     np.testing.assert_array_equal(result["wanted"], mask)
     assert set(sizes) == {16 if way == "chunks" else 150}
 
 
-def test_a_kernel_takes_any_shape_and_truth_values() -> None:
+def test_a_kernel_takes_any_shape_and_booleans() -> None:
     def function(flag: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             value, run = carry
             return jnp.where(run, value * 2, value), run & (value < 50)
 
-        value, _ = jax.lax.while_loop(lambda carry: some(carry[1]), turn, (value, flag))
+        value, _ = jax.lax.while_loop(lambda carry: any_true(carry[1]), turn, (value, flag))
         return value, ~flag
 
     flag, value = np.arange(45).reshape(5, 9) % 2 == 0, 1 + np.arange(45, dtype=np.float32).reshape(5, 9)
-    results = [way.looped(function, jnp.asarray(flag), jnp.asarray(value)) for way in WAYS.values()]
+    results = [way.call(function, jnp.asarray(flag), jnp.asarray(value)) for way in WAYS.values()]
     for one, other in zip(*results, strict=True):
         assert one.shape == (5, 9)
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(results[0][1], ~flag)
 
 
-def test_together_is_one_by_one() -> None:
+def test_map_batched_is_map() -> None:
     items = [(jnp.arange(4.0) + i, jnp.ones(4) * i) for i in range(3)]
 
     def function(item: Any) -> dict[str, jax.Array]:
         return {"product": item[0] * item[1]}
 
-    for item, result in zip(items, together(function, items), strict=True):
+    for item, result in zip(items, map_batched(function, items), strict=True):
         np.testing.assert_array_equal(result["product"], item[0] * item[1])
 
 
 @pytest.mark.parametrize("transform", [lambda function: function, jax.jit])
-def test_once_changes_nothing(transform: Callable[..., Any]) -> None:
+def test_computed_once_changes_no_value(transform: Callable[..., Any]) -> None:
     values = np.array([0.0, -0.0, 1.5, -3e38, 2e-38, np.inf, -np.inf, np.nan], np.float32)
-    np.testing.assert_array_equal(transform(once)((jnp.asarray(values),))[0], values)
+    np.testing.assert_array_equal(transform(computed_once)((jnp.asarray(values),))[0], values)

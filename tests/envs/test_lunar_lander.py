@@ -1,4 +1,4 @@
-"""LunarLander against Gymnasium, step for step from its own first states, and what its step promises to be."""
+"""LunarLander against Gymnasium, step for step from the same first states, and properties of its step."""
 
 from functools import cache, partial
 from operator import itemgetter
@@ -13,49 +13,46 @@ from gymnasium_lander import RECORDED, Episode, draws, first_touch, outcome, rec
 
 from byzpg import envs
 from byzpg.envs.box2d import (
-    IMPACT_DISTANCE,
     THICKNESS,
+    ContactConstraint,
     Edge,
     Impulses,
     Manifold,
-    Patch,
     Pose,
     Shape,
     Velocity,
     collide,
-    impact,
-    out_of_reach,
-    patch_of,
+    contact_constraint,
 )
-from byzpg.envs.loops import Loops
-from byzpg.envs.lunar_lander import (
-    HULL,
-    LARGE_CHUNK,
-    LEG,
-    Hinge,
-    HingeMasses,
-    LunarLander,
-    LunarLanderContinuous,
-    Moving,
-    State,
-    highest,
-    hinge_masses,
+from byzpg.envs.lander_bodies import HULL, LEG, Hinge, HingeConstraint, highest_ground, hinge_constraint
+from byzpg.envs.lander_world import (
+    LegMotion,
+    Poses,
+    PositionConstants,
+    Velocities,
+    VelocityConstants,
     position_round,
     velocity_round,
 )
+from byzpg.envs.loops import Loops
+from byzpg.envs.lunar_lander import LARGE_CHUNK, LunarLander, LunarLanderContinuous, State
 from byzpg.envs.spaces import Box, Discrete
+from byzpg.envs.time_of_impact import IMPACT_DISTANCE, impact, out_of_reach
 
 BATCH = 75
 LANDER = LunarLander()
 STEP = jax.jit(LANDER.step)
-# One size for all, since compiling takes longer than playing.
+# All tests use one batch size, since compiling takes longer than playing.
 RESET = jax.jit(jax.vmap(LANDER.reset))
 OBSERVE = jax.jit(LANDER.observe)
 
 
 @cache
 def both_played() -> dict[str, tuple[list[Episode], list[tuple[np.ndarray, np.ndarray]]]]:
-    """At once, the longer episodes first: a step takes as long for few episodes as for many."""
+    """Recorded episodes and our replays of them, by policy.
+
+    One batch plays all, the longer episodes first: a step takes as long for few episodes as for many.
+    """
     landings, flights = recorded("heuristic"), recorded("random")
     policies = ["heuristic"] * len(landings) + ["random"] * len(flights)
     ours = replay(STEP, LANDER, landings + flights, policies, BATCH)
@@ -95,7 +92,7 @@ def test_whole_episodes_at_random_are_gymnasiums() -> None:
 
 
 def test_landings_are_gymnasiums() -> None:
-    """With the built-in controller, closed loop: landing magnifies rounding, so not all episodes agree."""
+    """Gymnasium's controller sees our observations. Landing amplifies rounding errors, so some episodes differ."""
     same_outcome, same_length = agreement("heuristic")
     assert same_outcome >= 0.93
     assert same_length >= 0.75
@@ -111,7 +108,7 @@ def test_first_states_are_gymnasiums() -> None:
     drawn = [draws(seed) for seed in range(BATCH)]
     heights, force = (np.stack([each[i] for each in drawn], axis=1).astype(np.float32) for i in (0, 1))
     noise = np.stack([each[2][0] for each in drawn], axis=1).astype(np.float32)
-    ours = jax.jit(LANDER.first)(tuple(heights), tuple(force), tuple(noise))
+    ours = jax.jit(LANDER.first_state)(tuple(heights), tuple(force), tuple(noise))
     np.testing.assert_allclose(np.stack(OBSERVE(ours), axis=-1), observed, rtol=0, atol=2e-6)
     theirs: State = jax.tree.map(lambda *leaves: np.stack(leaves), *expected)
     np.testing.assert_allclose(ours.ground, theirs.ground, rtol=1e-6)
@@ -125,7 +122,7 @@ def test_reset_is_gymnasiums_distribution() -> None:
     assert all(leaf.dtype == jnp.float32 and leaf.shape == (BATCH,) for leaf in jax.tree.leaves(states[0]))
     seen = np.concatenate([np.stack(OBSERVE(state), axis=-1) for state in states])
     assert seen.shape == (30 * BATCH, LANDER.observation_size)
-    # A push of ±1000 N for 1/50 s, shared out over hull and legs, in units of the observation.
+    # The push of ±1000 N lasts 1/50 s and accelerates hull and legs; columns 2 and 3 are the resulting velocity.
     with np.load(RECORDED) as arrays:
         theirs = arrays["starts"]
     for column in (2, 3):
@@ -141,7 +138,7 @@ def test_reset_is_gymnasiums_distribution() -> None:
 
 @cache
 def some_states(seed: int = 0) -> tuple[State, np.ndarray]:
-    """States in flight and just before the ground, and random actions."""
+    """States in flight and close to the ground, and random actions."""
     state = RESET(jax.random.split(jax.random.key(seed + 1), BATCH))
     rng = np.random.default_rng(seed)
     for _ in range(70):
@@ -150,7 +147,7 @@ def some_states(seed: int = 0) -> tuple[State, np.ndarray]:
 
 
 def halves(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    # Typed, as a second type would be a second compilation.
+    # With the type given, as another type would be compiled again.
     return jnp.full(shape, 0.5, jnp.float32), jnp.full(shape, 0.5, jnp.float32)
 
 
@@ -168,7 +165,7 @@ ACROSS = ("concatenate", "gather", "scatter", "dot_general", "dynamic", "sort", 
 
 
 def operations(jaxpr: Any, in_condition: bool = False) -> list[tuple[str, bool]]:
-    """Names of all operations, also within loops, and whether each is part of a loop's condition."""
+    """The names of all operations, including those in loops, and whether each belongs to a loop's condition."""
     found = []
     for equation in jaxpr.eqns:
         found.append((equation.primitive.name, in_condition))
@@ -180,30 +177,33 @@ def operations(jaxpr: Any, in_condition: bool = False) -> list[tuple[str, bool]]
     return found
 
 
-def arrays_of(kind: Any) -> Any:
-    """The fields of a NamedTuple as arrays of one shape."""
+def arguments_of(function: Any) -> Any:
+    """The arguments of a function, all arrays of one shape."""
     batch: Any = jax.ShapeDtypeStruct((5,), jnp.float32)
     mask: Any = jax.ShapeDtypeStruct((5,), bool)
     pair = batch, batch
-    patch = Patch(pair, pair, pair, pair, pair, (batch,) * 3, batch, mask)
+    constraint = ContactConstraint(pair, pair, pair, pair, pair, (batch,) * 3, batch, mask)
     pose, velocity, hinge = Pose(pair, batch), Velocity(pair, batch), Hinge(pair, batch, batch, batch)
     manifold = Manifold(mask, pair, pair, (pair, pair), pair)
-    masses = HingeMasses(pair, pair, pair, (batch,) * 3, (batch,) * 6, pair)
-    moving = Moving(velocity, hinge, (Impulses(pair, pair),) * 2)
+    joint = HingeConstraint(pair, pair, pair, (batch,) * 3, (batch,) * 6, pair)
+    motion = LegMotion(velocity, hinge, (Impulses(pair, pair),) * 2)
     return {
-        velocity_round: (((masses, masses), ((patch, patch),) * 2), (velocity, (moving, moving))),
+        velocity_round: (
+            VelocityConstants((joint, joint), ((constraint, constraint),) * 2),
+            Velocities(velocity, (motion, motion)),
+        ),
         position_round: (
-            (pair, ((manifold, manifold),) * 2),
-            (pose, (pose, pose), mask),
+            PositionConstants(pair, ((manifold, manifold),) * 2),
+            Poses(pose, (pose, pose), mask),
         ),
         impact: (pose, pose, Edge(pair, pair, pair)),
-    }[kind]
+    }[function]
 
 
 @pytest.mark.parametrize("function", [velocity_round, position_round, impact], ids=lambda each: each.__name__)
-def test_what_runs_in_kernels_is_elementwise_but_for_the_conditions_of_loops(function: Any) -> None:
+def test_functions_in_kernels_are_elementwise_except_for_the_conditions_of_loops(function: Any) -> None:
     called = partial(impact, LEG) if function is impact else function
-    jaxpr = jax.make_jaxpr(called)(*arrays_of(function), jax.ShapeDtypeStruct((5,), bool))
+    jaxpr = jax.make_jaxpr(called)(*arguments_of(function), jax.ShapeDtypeStruct((5,), bool))
     found = operations(jaxpr.jaxpr)
     names = {name for name, _ in found}
     assert {"mul", "select_n"} <= names
@@ -212,10 +212,10 @@ def test_what_runs_in_kernels_is_elementwise_but_for_the_conditions_of_loops(fun
 
 
 def flush_legs(tilts: Any, velocity: Velocity) -> tuple[Any, Any]:
-    """Both legs flat on slopes of these tilts, mirrored, their motors spent: what the velocity solver gets."""
+    """The solver's input if both legs lie flat on slopes of these tilts, mirrored, with motors at their limit."""
     rng: Any = np.random.default_rng(3)
     zero: Any = np.zeros_like(tilts)
-    masses, patches, moving = [], [], []
+    joints, constraints, motions = [], [], []
     hull = Pose((zero, zero), zero)
     for side, tilt in zip((-1.0, 1.0), (tilts, -tilts), strict=True):
         pose = Pose((zero - side * 0.7, zero - 0.9), tilt)
@@ -223,20 +223,22 @@ def flush_legs(tilts: Any, velocity: Velocity) -> tuple[Any, Any]:
         bottom = pose.point((0.0, LEG.corners[0][1] - 0.015))
         points: Any = tuple((zero + x, zero + y) for x, y in LEG.corners[:2])
         manifold = Manifold(zero > 0, normal, bottom, points, (zero, zero + 1))
-        masses.append(hinge_masses(side, hull, pose))
-        patches.append((patch_of(LEG, manifold, pose), patch_of(LEG, manifold._replace(keys=(zero - 1,) * 2), pose)))
+        joints.append(hinge_constraint(side, hull, pose))
+        absent = manifold._replace(keys=(zero - 1,) * 2)
+        constraints.append((contact_constraint(LEG, manifold, pose), contact_constraint(LEG, absent, pose)))
         drawn = tuple(rng.normal(size=(3, len(tilts))).astype(np.float32) * 0.1)
         hinge = Hinge((zero, zero), zero, zero + side * 0.8, zero + side)
         still = Impulses((zero, zero), (zero, zero))
-        moving.append(Moving(Velocity(drawn[:2], drawn[2]), hinge, (still, still)))
-    assert np.all(patches[0][0].both)
-    constants_and_state = (tuple(masses), tuple(patches)), (velocity, tuple(moving))
+        motions.append(LegMotion(Velocity(drawn[:2], drawn[2]), hinge, (still, still)))
+    assert np.all(constraints[0][0].both)
+    constants = VelocityConstants(tuple(joints), tuple(constraints))
+    constants_and_state = constants, Velocities(velocity, (motions[0], motions[1]))
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf, bool if leaf.dtype == bool else jnp.float32), constants_and_state
     )
 
 
-def test_the_velocity_solver_does_not_stop_before_its_180_rounds_are_over_or_nothing_moves() -> None:
+def test_the_velocity_solver_runs_180_rounds_unless_nothing_moves() -> None:
     tilts: Any = np.linspace(-0.9, 0.9, 45).astype(np.float32)
     falling = Velocity((0.1 * tilts, 0 * tilts - 1), 0 * tilts)
     constants, state = flush_legs(tilts, falling)
@@ -248,7 +250,7 @@ def test_the_velocity_solver_does_not_stop_before_its_180_rounds_are_over_or_not
 
     expected = jax.tree.leaves(plain(state))
     for way in (Loops(in_kernels=False), Loops(in_kernels=True, interpret=True)):
-        ours = jax.jit(partial(way.rounds, velocity_round, 180, usual=6, chunk=16))
+        ours = jax.jit(partial(way.iterate, velocity_round, most=180, usual=6, chunk=16))
         solved, _ = ours(constants, state, going)
         for one, other in zip(jax.tree.leaves(solved), expected, strict=True):
             np.testing.assert_allclose(one, other, atol=2e-4, err_msg="kernels" if way.in_kernels else "chunks")
@@ -263,7 +265,7 @@ def test_the_highest_ground_is_that_of_dense_sampling() -> None:
         np.interp(a + shares * (b - a), np.arange(11) * 2.0, heights).max()
         for a, b, heights in zip(left, right, ground.T, strict=True)
     ]
-    found = np.asarray(jax.jit(highest)(tuple(ground.astype(np.float32)), left, right))
+    found = np.asarray(jax.jit(highest_ground)(tuple(ground.astype(np.float32)), left, right))
     assert np.all(found >= np.array(dense) - 1e-4)
     inside = (left > 0) & (right < 20)
     np.testing.assert_allclose(found[inside], np.array(dense)[inside], atol=0.02)
@@ -297,19 +299,19 @@ def test_what_is_out_of_reach_is_not_hit(shape: Shape) -> None:
     assert not np.any(slow & hit)
 
 
-def test_a_leg_that_touches_is_never_easy() -> None:
+def test_a_lander_whose_leg_touches_is_not_far_from_the_ground() -> None:
     state, _ = some_states()
-    easy = jax.jit(LANDER.easy)
-    assert np.any(np.asarray(easy(state)))
+    far = jax.jit(LANDER.far_from_ground)
+    assert np.any(np.asarray(far(state)))
     left, right = state.legs
     contact = left.contacts[1]._replace(keys=(jnp.zeros(BATCH), left.contacts[1].keys[1]))
     touching = state._replace(legs=(left._replace(contacts=(left.contacts[0], contact)), right))
-    assert not np.any(np.asarray(easy(touching)))
+    assert not np.any(np.asarray(far(touching)))
 
 
 @pytest.mark.slow
-def test_gpus_could_compile_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowers it for CUDA, as far as goes without one: what a kernel cannot do fails here."""
+def test_its_step_can_be_lowered_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations that a kernel does not support fail when it is lowered, which needs no GPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     state = jax.eval_shape(jax.vmap(LANDER.reset), jax.random.split(jax.random.key(0), BATCH))
     given = state, (jax.ShapeDtypeStruct((BATCH,), jnp.int32),), (jax.ShapeDtypeStruct((BATCH,), jnp.float32),) * 2
@@ -320,14 +322,14 @@ def test_gpus_could_compile_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_large_batch_in_chunks_goes_as_small_ones() -> None:
-    """Above the ground, near it and touching it, of a batch that is cut into chunks and one that is not."""
+def test_a_large_batch_in_chunks_steps_as_small_batches_do() -> None:
+    """The states are far above the ground, near it and touching it. Only the large batch is divided into chunks."""
     states, actions = zip(*(some_states(seed) for seed in range(5)), strict=True)
     state: State = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     state = state._replace(ended=state.ended.at[0, :7].set(1.0))
     shape = (5, BATCH)
     assert 5 * BATCH > LARGE_CHUNK
-    high = np.asarray(LANDER.easy(state))
+    high = np.asarray(LANDER.far_from_ground(state))
     assert 0 < high.sum() < high.size - 7
     following, reward, ended = STEP(state, (jnp.stack([jnp.asarray(each) for each in actions]),), halves(shape))
     assert reward.shape == ended.shape == shape
@@ -347,7 +349,7 @@ def test_continuous_actions_are_gymnasiums() -> None:
 
     @jax.jit
     def step(state: State, *given: Any) -> Any:
-        return environment.following(Loops(in_kernels=False), True, state.ended == 0, state, *given)
+        return environment.advance(Loops(in_kernels=False), state.ended == 0, state, *given, airborne=True)
 
     episodes = recorded("continuous")
     for theirs, (observations, rewards) in zip(

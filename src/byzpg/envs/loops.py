@@ -1,8 +1,8 @@
-"""Elementwise functions with loops in them, of which some elements need many turns and most need few or none.
+"""Loops inside elementwise functions, where a few elements need many iterations and most need few or none.
 
-A loop ends when the last of its batch is done. So on CPUs the elements that need one are taken out of the batch and
-seen to in chunks. On GPUs a loop becomes a kernel, in which 32 elements at a time stay in registers and go through it
-by themselves: as a plain program, every turn would be a dozen launches.
+A loop over a batch runs until its last element is done. On CPUs, the elements that need a loop are therefore taken out
+of the batch and processed in chunks. On GPUs, a loop becomes a kernel: each block of 32 elements stays in registers and
+loops only as often as its own elements need. As a plain program, every iteration would launch a dozen kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,101 +15,140 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 Result = TypeVar("Result")
-BLOCK = 32  # elements of a kernel's block: one warp
+BLOCK = 32  # elements per block of a kernel: one warp
 
 
-def some(mask: Array) -> Array:
-    # jnp.any would do, but Pallas kernels know no reduction by "or".
+def any_true(mask: Array) -> Array:
+    # Pallas kernels do not support the reduction of `jnp.any`.
     return jnp.max(mask.astype(jnp.int32)) > 0
 
 
 def choose(mask: Array, a: Any, b: Any) -> Any:
-    """`a` where the mask holds, else `b`, for every array of the two."""
+    """`jnp.where` for trees of arrays."""
     return jax.tree.map(partial(jnp.where, mask), a, b)
 
 
 def stacked(items: Sequence[Any]) -> Any:
-    """One item with a leading axis."""
+    """Stack trees of arrays along a new leading axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *items)
 
 
-def together(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Any, ...]:
-    """function(item) for every item, all at once as one batch."""
+def map_batched(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Any, ...]:
+    """Compute function(item) for every item in one call, on the stacked items."""
     results = function(stacked(items))
     return tuple(jax.tree.map(itemgetter(i), results) for i in range(len(items)))
 
 
-def once(tree: Any) -> Any:
-    """The same; but XLA on CPUs, which computes anew for each use whatever is not a quotient, computes it once."""
-    return jax.tree.map(lambda leaf: leaf / jnp.where(leaf == leaf, 1.0, 2.0), tree)
+def computed_once(tree: Any) -> Any:
+    """Return the same values, and keep XLA from computing them more than once.
+
+    On CPUs, XLA fuses cheap operations into every operation that uses their result, so that they are computed again for
+    each use. It never repeats a division, however. This function therefore divides by 1, written in a way that XLA does
+    not simplify: the divisor seems to depend on the value. (It is 2 for NaN, which stays NaN.)
+    """
+
+    def divided_by_one(value: Array) -> Array:
+        is_number = value == value
+        return value / jnp.where(is_number, 1.0, 2.0)
+
+    return jax.tree.map(divided_by_one, tree)
 
 
 class Loops:
-    """How loops are run: in chunks, or in kernels."""
+    """How loops run: in kernels, or in chunks of the elements that need them.
+
+    Args:
+        in_kernels: Whether each loop is a GPU kernel.
+        interpret: Whether kernels are interpreted, so that they run on any device.
+    """
 
     def __init__(self, *, in_kernels: bool, interpret: bool = False) -> None:
         self.in_kernels, self.interpret = in_kernels, interpret
 
-    def few(
-        self, mask: Array, function: Callable[..., Result], arguments: tuple[Any, ...], otherwise: Result, chunk: int
+    def where_needed(
+        self, mask: Array, function: Callable[..., Result], arguments: tuple[Any, ...], otherwise: Result, *, chunk: int
     ) -> Result:
-        """function(mask, *arguments) where the mask holds, else `otherwise`; all arrays have the mask's shape.
+        """Compute function(needed, *arguments) where the mask is true, and take `otherwise` elsewhere.
 
-        In chunks, at the cost of as many as hold them.
+        If loops run in chunks, the cost grows with the number of true elements, not with the size of the batch.
+
+        Args:
+            mask: Where the function is needed. All other arrays have its shape.
+            function: An elementwise function. It is called with whole chunks, and its first argument is a mask of the
+                elements that are really needed.
+            arguments: Its other arguments.
+            otherwise: The result where the mask is false.
+            chunk: The number of elements per chunk.
         """
         shape, size = mask.shape, mask.size
-        mask = once(mask.astype(jnp.float32)) > 0
+        mask = computed_once(mask.astype(jnp.float32)) > 0
         if self.in_kernels or size <= chunk:
             return choose(mask, function(mask, *arguments), otherwise)
         mask, arguments, otherwise = jax.tree.map(lambda leaf: leaf.reshape(-1), (mask, arguments, otherwise))
-        found = jnp.cumsum(mask.astype(jnp.int32))
+        # Needed element number n stands at places[n − 1]; rank is how many needed elements stand up to each place.
+        rank = jnp.cumsum(mask.astype(jnp.int32))
         padded = -(-size // chunk) * chunk
-        places = jnp.minimum(jnp.searchsorted(found, jnp.arange(1, padded + 1)), size - 1)
+        places = jnp.minimum(jnp.searchsorted(rank, jnp.arange(1, padded + 1)), size - 1)
 
         def one_chunk(carry: tuple[Array, Any]) -> tuple[Array, Any]:
             start, results = carry
             here = lax.dynamic_slice_in_dim(places, start, chunk)
             chosen = jax.tree.map(lambda leaf: leaf[here], arguments)
-            new = function(start + jnp.arange(chunk) < found[-1], *chosen)
+            new = function(start + jnp.arange(chunk) < rank[-1], *chosen)
             return start + chunk, jax.tree.map(
                 lambda all_of, part: lax.dynamic_update_slice_in_dim(all_of, part, start, 0), results, new
             )
 
         blank = jax.tree.map(lambda leaf: jnp.zeros(padded, leaf.dtype), otherwise)
-        _, results = lax.while_loop(lambda carry: carry[0] < found[-1], one_chunk, (jnp.int32(0), blank))
-        results = choose(mask, jax.tree.map(lambda leaf: leaf[found - 1], results), otherwise)
+        _, results = lax.while_loop(lambda carry: carry[0] < rank[-1], one_chunk, (jnp.int32(0), blank))
+        results = choose(mask, jax.tree.map(lambda leaf: leaf[rank - 1], results), otherwise)
         return jax.tree.map(lambda leaf: leaf.reshape(shape), results)
 
-    def rounds(
+    def iterate(
         self,
         one_round: Callable[[Any, Any, Array], tuple[Any, Array]],
-        most: int,
         constants: Any,
         state: Any,
-        wanted: Array,
+        active: Array,
+        *,
+        most: int,
         usual: int,
         chunk: int,
     ) -> tuple[Any, Array]:
-        """The state after at most so many rounds, as long as one_round(constants, state, run) → (state, run) wants it.
+        """Repeat a round for each element as long as the element is active, but at most `most` times.
 
-        In chunks, for those that are not done after the `usual` number. Also given: who would still go on.
+        Args:
+            one_round: Maps (constants, state, active) to the next (state, active).
+            constants: Arrays that a round reads.
+            state: Arrays that a round changes.
+            active: Which elements need a first round.
+            most: The largest number of rounds.
+            usual: If loops run in chunks: the number of rounds of the whole batch. Elements that need more rounds are
+                then processed in chunks.
+            chunk: The number of elements per chunk.
+
+        Returns:
+            The state after the last round, and which elements would need more rounds.
         """
 
-        def up_to(number: int, run: Array, constants: Any, state: Any) -> tuple[Any, Array]:
+        def up_to(number: int, active: Array, constants: Any, state: Any) -> tuple[Any, Array]:
             def turn(carry: tuple[Array, Any, Array]) -> tuple[Array, Any, Array]:
-                count, state, run = carry
-                return count + 1, *one_round(constants, state, run)
+                count, state, active = carry
+                return count + 1, *one_round(constants, state, active)
 
-            carry = jnp.int32(0), state, run
-            return lax.while_loop(lambda carry: (carry[0] < number) & some(carry[2]), turn, carry)[1:]
+            carry = jnp.int32(0), state, active
+            return lax.while_loop(lambda carry: (carry[0] < number) & any_true(carry[2]), turn, carry)[1:]
 
-        if self.in_kernels or wanted.size <= chunk:
-            return self.looped(partial(up_to, most), wanted, constants, state)
-        state, run = up_to(usual, wanted, constants, state)
-        return self.few(run, partial(up_to, most - usual), (constants, state), (state, run), chunk)
+        if self.in_kernels or active.size <= chunk:
+            return self.call(partial(up_to, most), active, constants, state)
+        state, active = up_to(usual, active, constants, state)
+        return self.where_needed(active, partial(up_to, most - usual), (constants, state), (state, active), chunk=chunk)
 
-    def looped(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """function(*arguments), where all arrays of either have one shape."""
+    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Compute function(*arguments), as one kernel if loops run in kernels.
+
+        All arrays in the arguments and in the result must have the same shape.
+        """
         if not self.in_kernels:
             return function(*arguments)
         leaves, structure = jax.tree.flatten(arguments)
@@ -117,13 +156,14 @@ class Loops:
 
 
 def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[..., Result]) -> Result:
-    """`lax.platform_dependent`, but where there are only CPUs, the kernel is not even traced: that takes long."""
+    """`lax.platform_dependent`, without tracing the CUDA branch on CPU-only machines, since tracing it is slow."""
     if jax.default_backend() == "cpu":
         return default(*arguments)
     return lax.platform_dependent(*arguments, cuda=cuda, default=default)
 
 
 def _in_kernel(function: Callable[..., Result], leaves: Sequence[Array], interpret: bool) -> Result:
+    """Compute function(*leaves) in a kernel that splits the elements into blocks."""
     from jax.experimental import pallas as pl  # slow to import, and only GPUs need it
     from jax.experimental.pallas import triton
 
@@ -134,12 +174,13 @@ def _in_kernel(function: Callable[..., Result], leaves: Sequence[Array], interpr
     results, structure = jax.tree.flatten(jax.eval_shape(function, *(block.update(dtype=kind) for kind in kinds)))
 
     def stored(dtype: Any) -> Any:
+        """Booleans are stored as integers."""
         return jnp.int32 if dtype == jnp.bool_ else dtype
 
     def kernel(*refs: Any) -> None:
-        given, taken = refs[: len(leaves)], refs[len(leaves) :]
-        values = (ref[...] != 0 if kind == jnp.bool_ else ref[...] for ref, kind in zip(given, kinds, strict=True))
-        for ref, value in zip(taken, jax.tree.leaves(function(*values)), strict=True):
+        inputs, outputs = refs[: len(leaves)], refs[len(leaves) :]
+        values = (ref[...] != 0 if kind == jnp.bool_ else ref[...] for ref, kind in zip(inputs, kinds, strict=True))
+        for ref, value in zip(outputs, jax.tree.leaves(function(*values)), strict=True):
             ref[...] = value.astype(ref.dtype)
 
     spec = pl.BlockSpec((BLOCK,), lambda i: (i,))

@@ -1,7 +1,7 @@
 """Policies π_θ(a|s): multilayer perceptrons over one flat float32 vector θ [d].
 
-`unflatten` turns θ into weights once; everything else takes the weights, so that a rollout's loop does not slice θ anew
-at every step. Functions are written for one θ and observations [..., features]; callers `vmap` over agents.
+`unflatten` turns θ into weights. All other functions take the weights, so that a rollout does not slice θ at every
+step. Functions are written for one θ and observations [..., features]; callers `vmap` over agents.
 """
 
 from abc import abstractmethod
@@ -27,12 +27,20 @@ Weights = tuple[tuple[Array, ...], ...]  # per layer: matrix [in, out], bias [ou
 
 @dataclass(frozen=True)
 class Policy(Component):
-    """A multilayer perceptron and what its outputs mean."""
+    """A multilayer perceptron, whose outputs are the parameters of a distribution over actions.
+
+    Attributes:
+        observation_size: The number of features of an observation.
+        hidden: The sizes of the hidden layers.
+        activation: The activation of the hidden layers: relu, tanh, elu or silu.
+        output_tanh: Whether the outputs are bounded to ±1 by a tanh, as in the paper. This bounds the action
+            probabilities, too.
+    """
 
     observation_size: int
     hidden: tuple[int, ...] = (16, 16)
     activation: str = "relu"
-    output_tanh: bool = False  # the paper's: bounds the outputs to ±1, and with them the action probabilities
+    output_tanh: bool = False
 
     def __post_init__(self) -> None:
         for size in self.hidden:
@@ -46,7 +54,7 @@ class Policy(Component):
     @property
     @abstractmethod
     def noise_size(self) -> int:
-        """Uniform draws that one action takes."""
+        """The number of uniform draws that one action takes."""
 
     @property
     def layer_sizes(self) -> tuple[int, ...]:
@@ -62,14 +70,14 @@ class Policy(Component):
         return sum(prod(shape) for shape in self._shapes)
 
     def initial(self, key: Array) -> Array:
-        """θ_0 [d]: weights and biases uniform in ±1/√(a layer's inputs)."""
+        """Draw θ_0 [d]: weights and biases are uniform in ±1/√(number of the layer's inputs)."""
         bounds = []
         for inputs, outputs in pairwise(self.layer_sizes):
             bounds += (inputs + 1) * outputs * [inputs**-0.5]
         return jax.random.uniform(key, (len(bounds),), minval=-1) * jnp.asarray(bounds)
 
     def unflatten(self, parameters: Array) -> Weights:
-        """The weights [in, out] and biases [out] that lie in θ [d] one after the other."""
+        """Split θ [d] into the weights [in, out] and biases [out] of the layers."""
         parts, start = [], 0
         for shape in self._shapes:
             parts.append(parameters[start : start + prod(shape)].reshape(shape))
@@ -87,29 +95,29 @@ class Policy(Component):
         return jnp.tanh(values) if self.output_tanh else values
 
     def draw(self, weights: Weights, outputs: Array, noise: Array) -> Array:
-        """The action that uniform draws `noise` [..., noise_size] make of the network's outputs."""
+        """Draw actions, given the network's outputs and uniform draws `noise` [..., noise_size]."""
         return self.choose(weights, outputs, self.deviates(noise))
 
     def deviates(self, noise: Array) -> Array:
-        """What chance contributes to an action, whatever the policy says: made of uniform draws [..., noise_size]."""
+        """Turn uniform draws [..., noise_size] into the random part of an action; it does not depend on the weights."""
         return noise
 
     def choose(self, weights: Weights, outputs: Array, deviates: Array) -> Array:
-        """The action that `deviates` make of the network's outputs."""
+        """Compute actions from the network's outputs and the random part `deviates`."""
         numbers = [tuple(array[..., i] for i in range(array.shape[-1])) for array in (outputs, deviates)]
         return self.actions(self.choose_numbers(weights, *numbers))
 
     @abstractmethod
     def choose_numbers(self, weights: Any, outputs: Numbers, deviates: Numbers) -> Numbers:
-        """`choose`, elementwise: everything as one array per number."""
+        """The elementwise form of `choose`: all arguments and the result are one array per number."""
 
     @abstractmethod
     def actions(self, numbers: Numbers) -> Array:
-        """Actions as one array, from one array per number."""
+        """Stack one array per number to one array of actions."""
 
     @abstractmethod
     def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
-        """log π(a|s) [...], given the network's outputs at s."""
+        """Compute log π(a|s) [...], given the network's outputs at s."""
 
     @abstractmethod
     def mode(self, weights: Weights, outputs: Array) -> Array:
@@ -118,7 +126,7 @@ class Policy(Component):
 
 @dataclass(frozen=True)
 class CategoricalMLP(Policy):
-    """A finite number of actions: π(a|s) = softmax of the outputs."""
+    """Discrete actions: π(a|s) is the softmax of the outputs."""
 
     num_actions: int = 2
 
@@ -131,18 +139,18 @@ class CategoricalMLP(Policy):
         return 1
 
     def choose_numbers(self, weights: Any, outputs: Numbers, deviates: Numbers) -> Numbers:
-        # The inverse of the distribution function: how many of its steps the draw has passed.
+        # Inverse transform sampling: the action is the number of cumulated probabilities that the draw exceeds.
         largest = reduce(jnp.maximum, outputs)
-        steps = list(accumulate(jnp.exp(score - largest) for score in outputs))
-        height = deviates[0] * steps[-1]
-        passed = ((step <= height).astype(jnp.int32) for step in steps[:-1])
-        return (sum(passed, start=jnp.zeros(height.shape, jnp.int32)),)
+        cumulated = list(accumulate(jnp.exp(score - largest) for score in outputs))
+        draw = deviates[0] * cumulated[-1]
+        passed = ((each <= draw).astype(jnp.int32) for each in cumulated[:-1])
+        return (sum(passed, start=jnp.zeros(draw.shape, jnp.int32)),)
 
     def actions(self, numbers: Numbers) -> Array:
         return numbers[0]
 
     def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
-        # A sum over a mask instead of a gather: its gradient is a product, not a scatter.
+        # The gradient of a masked sum is a product; that of a gather would be a scatter, which is slower.
         chosen = jnp.arange(self.num_actions) == actions[..., None]
         return jnp.sum(jnp.where(chosen, outputs, 0), axis=-1) - jax.nn.logsumexp(outputs, axis=-1)
 
@@ -152,7 +160,12 @@ class CategoricalMLP(Policy):
 
 @dataclass(frozen=True)
 class GaussianMLP(Policy):
-    """Continuous actions: independent normals around the outputs, with log standard deviations that are part of θ."""
+    """Continuous actions: independent normals around the outputs, with log standard deviations that are part of θ.
+
+    Attributes:
+        action_size: The number of numbers per action.
+        initial_log_std: The log standard deviation of every number in θ_0.
+    """
 
     action_size: int = 1
     initial_log_std: float = 0.0
@@ -177,14 +190,14 @@ class GaussianMLP(Policy):
         return self.with_log_std(super().initial(key))
 
     def with_log_std(self, network: Array) -> Array:
-        """θ_0 [d] from the network's part of it."""
+        """Append the initial log standard deviations to the parameters of a network, which gives θ_0 [d]."""
         return jnp.append(network, jnp.full(self.action_size, self.initial_log_std))
 
     def unflatten(self, parameters: Array) -> Weights:
         return (*super().unflatten(parameters), (parameters[-self.action_size :],))
 
     def deviates(self, noise: Array) -> Array:
-        # uniform draws reach 0, where the normal's inverse is −∞
+        # A uniform draw can be 0, where the inverse of the normal distribution function is −∞.
         return ndtri(jnp.maximum(noise, 2.0**-24))
 
     def choose_numbers(self, weights: Any, outputs: Numbers, deviates: Numbers) -> Numbers:
@@ -204,7 +217,14 @@ class GaussianMLP(Policy):
 
 
 def policy_for(kind: str, observation_size: int, action_space: Space, **network: Any) -> Policy:
-    """The policy of that kind ("auto": the one that fits) for a task, with the options of `Policy` in `network`."""
+    """Make the policy of a task.
+
+    Args:
+        kind: "categorical", "gaussian", or "auto", which chooses by the action space.
+        observation_size: The number of features of the task's observations.
+        action_space: The task's action space.
+        **network: Options of `Policy`, such as `hidden`.
+    """
     fitting = "categorical" if isinstance(action_space, Discrete) else "gaussian"
     if kind not in ("auto", "categorical", "gaussian"):
         raise ValueError(f"policy must be auto, categorical or gaussian; got {kind!r}.")
