@@ -88,7 +88,7 @@ def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
         ("peer", "federation.toml", "--name", "alice", "--listen", "here"): "host:port",
         ("watch", "federation.toml", "--name", "alice", "--key", "none.key"): "cannot be read",
         ("evidence", "verify", "federation.toml", "alice.card"): "alice.card",
-        ("federation", "demo", "--attacker", "AvgZero"): "what everybody else sends",
+        ("federation", "demo", "--attacker", "AvgZero"): "needs to know the messages of all members",
         ("federation", "demo", "--attacker", "nonsense"): "there is no attack",
         ("federation", "demo", "--members", "1"): "2 to 13",
     }

@@ -10,6 +10,9 @@ from byzpg.cli.console import console
 from byzpg.envs import host
 from byzpg.federation.algorithms import ALGORITHMS
 
+# The options that take a member of a family, where they do not have its name.
+OPTIONS = {"importance weights": "--importance", "environment": "--env"}
+
 
 @dataclass(frozen=True)
 class List:
@@ -23,7 +26,9 @@ class List:
         families["environment"] = {name: _registry.summary(member) for name, member in envs.ENVIRONMENTS.items()}
         families["environment"] |= host.available()
         for family, summaries in families.items():
-            table = Table(title=family, title_justify="left", show_header=False, box=None, padding=(0, 2))
+            option = OPTIONS.get(family, f"--{family.replace(' ', '-')}")
+            title = f"{family.capitalize()} ({option})"
+            table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
             for name, summary in summaries.items():
                 table.add_row(name, escape(summary))
             console.print(table)

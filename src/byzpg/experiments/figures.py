@@ -74,13 +74,20 @@ def constants_heatmap(constants: Mapping[str, Mapping[str, float]], title: str) 
     image = axes.imshow(values, norm=LogNorm(1e-2, 1e2), cmap="RdYlGn_r", aspect="auto")
     for row, rule in enumerate(rules):
         for column, attack in enumerate(attacks):
-            axes.text(column, row, short_number(constants[rule][attack]), ha="center", va="center", fontsize=8)
+            ink = _ink_on(image.cmap(image.norm(values[row][column])))
+            text = short_number(constants[rule][attack])
+            axes.text(column, row, text, color=ink, ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(attacks)), attacks, rotation=35, ha="right")
     axes.set_yticks(range(len(rules)), rules)
     axes.tick_params(length=0)
     axes.set_title(title, fontsize=11)
     figure.colorbar(image, label="C_ra (green: close to the honest mean)", pad=0.02)
     return figure
+
+
+def _ink_on(colour: Sequence[float]) -> str:
+    """The colour of text on a cell of a heat map: white where the cell is dark (luma of ITU-R BT.601)."""
+    return "#FFFFFF" if np.dot(colour[:3], (0.299, 0.587, 0.114)) < 0.5 else "#101010"
 
 
 def short_number(value: float) -> str:
@@ -464,8 +471,7 @@ def _draw_heatmap(axes: Axes, panel: Panel, runs: Mapping[str, Result], metric: 
     axes.pcolormesh(values, norm=norm, cmap=colours, edgecolors=GRID, linewidth=0.8)
     for (row, column), value in np.ndenumerate(values):
         known = bool(np.isfinite(value))
-        dark = known and np.dot(colours(norm(value))[:3], (0.299, 0.587, 0.114)) < 0.5
-        ink = MUTED if not known else "#FFFFFF" if dark else "#101010"
+        ink = _ink_on(colours(norm(value))) if known else MUTED
         text = f"{value:.0f}" if known else "–"
         axes.text(column + 0.5, row + 0.5, text, color=ink, ha="center", va="center", fontsize=9)
     axes.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=40, ha="right", rotation_mode="anchor")
