@@ -165,7 +165,8 @@ def commands(_: str) -> str:
     parts, shown = [], {}
     for found in every_command():
         anchor = found.command.replace(" ", "-")
-        parts += [f"## `{found.command}` {{ #{anchor} }}", escaped(found.words), f"```text\n{found.usage}\n```"]
+        words = re.sub(r"^Example: (.+)$", r"Example: `\1`", found.words, flags=re.MULTILINE)
+        parts += [f"## `{found.command}` {{ #{anchor} }}", escaped(words), f"```text\n{found.usage}\n```"]
         for section in found.sections:
             if not section.entries:
                 continue
