@@ -52,7 +52,7 @@ def main() -> None:
     scope = Scope(arguments.preset, arguments.seeds, arguments.seed, arguments.trajectories)
     planned = grid(arguments.names, scope, arguments.task)
     with tempfile.TemporaryDirectory() as folder:
-        directories = planned.lay_down(Path(folder))
+        directories = planned.create_runs(Path(folder))
         training.resume_all(directories, on_progress)
         seconds = time.perf_counter() - started
         runs = {directory.name: training.load(directory) for directory in directories}

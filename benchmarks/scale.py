@@ -53,6 +53,14 @@ def result(process: subprocess.Popen[str]) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
+def simulated(config: Any) -> Any:
+    """The simulation of one federation."""
+    from byzpg.federation.simulator import Simulation
+
+    settings = config.resolved()
+    return Simulation((settings.federation(),), settings.seeds)
+
+
 def timed(simulation: Any, iterations: int, repeats: int) -> float:
     """The median of the seconds per iteration."""
     from byzpg.federation.simulator import LARGE
@@ -83,7 +91,7 @@ def method_config(method: str, num_agents: int, aggregator: str) -> Any:
 def measure_agents(method: str, num_agents: int, aggregator: str, iterations: int) -> None:
     import jax
 
-    simulation = method_config(method, num_agents, aggregator).resolved().simulation()
+    simulation = simulated(method_config(method, num_agents, aggregator))
     seconds = timed(simulation, iterations, 3)
     device = jax.devices()[0]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -170,7 +178,7 @@ def measure_devices(num_seeds: int, num_agents: int, port: int, processes: int, 
     several = (f"127.0.0.1:{port}", processes, process) if processes > 1 else (None, None, None)
     Hardware(1, *several).start()
     config = Config(num_agents=num_agents, num_seeds=num_seeds, attack="LargeNoise")
-    simulation = config.resolved().simulation()
+    simulation = simulated(config)
     shape = tuple(simulation._mesh().shape.values())
     print(json.dumps({"seconds": timed(simulation, 8, 5), "mesh": shape}))
 
@@ -215,7 +223,7 @@ def measure_bare(kind: str) -> None:
 
     Hardware(1).start()
     if kind == "flower":
-        simulation = Config(**FLOWER, num_attackers=0, num_seeds=1).resolved().simulation()
+        simulation = simulated(Config(**FLOWER, num_attackers=0, num_seeds=1))
         print(json.dumps(timed(simulation, 1, 30)))  # one iteration at a time, as with Flower
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,8 @@ from gymnasium.utils.seeding import np_random
 
 from byzpg._files import write_atomically
 from byzpg.envs.box2d import Contact, Pose, Velocity
-from byzpg.envs.lunar_lander import Body, Hinge, Leg, LunarLander, State
+from byzpg.envs.lander_bodies import Body, Hinge, Leg
+from byzpg.envs.lunar_lander import LunarLander, State
 
 HORIZON = LunarLander.horizon
 RECORDED = Path(__file__).parent / "gymnasium_lander.npz"
