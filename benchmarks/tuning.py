@@ -2,7 +2,7 @@
 
     python benchmarks/tuning.py cartpole --output tuned       # 20 seeds from 0, 2,000 trajectories: minutes on a GPU
     python benchmarks/tuning.py lunarlander --output tuned    # 4 seeds from 100, 5,400 trajectories: GPUs only
-    python benchmarks/tuning.py cartpole --seeds 1 --trajectories 60    # a quick check
+    python benchmarks/tuning.py cartpole --settings 2 --seeds 1 --trajectories 60    # a quick check
 
 ByzPG represents both methods: with large batches alone, they differ in who computes the average, not in its value. For
 each setting, the table gives the trajectories per agent at which the mean over seeds reaches two levels, and the mean
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import jax
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("task", choices=LEVELS)
     parser.add_argument("--trajectories", type=int)
     parser.add_argument("--seeds", type=int)
+    parser.add_argument("--settings", type=int, help="how many settings to compare; default: all")
     parser.add_argument("--output", type=Path, help="folder for the runs; by default they are not kept")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
@@ -64,7 +66,7 @@ def main() -> None:
     levels, cell = LEVELS[arguments.task], CELL[arguments.task]
     with tempfile.TemporaryDirectory() as folder:
         directories = {}
-        for index, (name, config) in enumerate(settings(arguments.task)):
+        for index, (name, config) in enumerate(islice(settings(arguments.task), arguments.settings)):
             directories[name] = (arguments.output or Path(folder)) / f"{arguments.task}-{index}"
             trajectories, seeds = arguments.trajectories or config.trajectories, arguments.seeds or config.num_seeds
             asked = replace(config, trajectories=trajectories, num_seeds=seeds)
