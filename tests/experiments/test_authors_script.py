@@ -62,7 +62,7 @@ COIN = CommonCoin(bytes(32))
 
 def test_each_switch_changes_one_thing_and_the_rest_is_the_papers() -> None:
     key = jax.random.key(3)
-    vectors = {name: np.full(2, number) for number, name in enumerate(("before", "moved", "own", "aggregated"))}
+    vectors = {name: jnp.full(2, number) for number, name in enumerate(("before", "moved", "own", "aggregated"))}
     for switch in ("initialization", "coin", "memory"):
         off = replace(AuthorsScript(), **{switch: False})
         for conventions in (AuthorsScript(), off):

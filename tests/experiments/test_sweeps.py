@@ -553,7 +553,7 @@ BAD = {
     "sweep sound.toml --workers 0": "--workers must be at least 1, got 0.",
     "sweep sound.toml --retries -1": "--retries must not be negative, got -1.",
     "sweep sound.toml --address auto": "--address is the address of a Ray cluster: add --engine ray.",
-    "sweep sound.toml --engine ray --address 127.0.0.1:1": "there is no Ray cluster at --address 127.0.0.1:1: ",
+    "sweep sound.toml --engine ray --address 127.0.0.1:1": "there is no Ray cluster at address 127.0.0.1:1: ",
     "sweep sound.toml --engine ray --address here": "must be host:port, ray://host:port or auto, got 'here'.",
 }
 

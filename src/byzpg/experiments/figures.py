@@ -69,12 +69,13 @@ def constants_heatmap(constants: Mapping[str, Mapping[str, float]], title: str) 
     """Measured constants by rule (rows) and attack (columns) on a logarithmic colour scale."""
     rules, attacks = list(constants), list(next(iter(constants.values())))
     # Below 0.01 the aggregate is practically the honest mean; above 100 the rule is broken.
-    values = [[min(max(constants[rule][attack], 1e-2), 1e2) for attack in attacks] for rule in rules]
+    values = np.clip([[constants[rule][attack] for attack in attacks] for rule in rules], 1e-2, 1e2)
+    norm, colours = LogNorm(1e-2, 1e2), matplotlib.colormaps["RdYlGn_r"]
     figure, axes = pyplot.subplots(figsize=(1.6 + 0.72 * len(attacks), 1.4 + 0.34 * len(rules)))
-    image = axes.imshow(values, norm=LogNorm(1e-2, 1e2), cmap="RdYlGn_r", aspect="auto")
+    image = axes.imshow(values, norm=norm, cmap=colours, aspect="auto")
     for row, rule in enumerate(rules):
         for column, attack in enumerate(attacks):
-            ink = _ink_on(image.cmap(image.norm(values[row][column])))
+            ink = _ink_on(colours(norm(values[row, column])))
             text = short_number(constants[rule][attack])
             axes.text(column, row, text, color=ink, ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(attacks)), attacks, rotation=35, ha="right")

@@ -189,7 +189,7 @@ def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
             group.append(_row(*row))
     attacked = [] if placed else [group for group in _attacked(rivals).values() if len(group) > 1]
     foot = [_pooled_row(group, rivals, runs, levels) for group in attacked]
-    table = _table(f"{heading(experiment)}: {seeds_of(experiment, runs)}.", head, groups, foot)
+    table = _table(f"{heading(experiment)} ({seeds_of(experiment, runs)})", head, groups, foot)
     length = sum(map(len, groups.values()))
     if length > LONG_TABLE:
         return f"<details><summary>All numbers ({length} rows)</summary>{table}</details>"
@@ -232,7 +232,7 @@ def _rules_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
         row += [escape(str(worst.at)), whole(float(np.mean(finals[worst])))]
         rows.append(_row(*row, with_interval(wins, share) if wins else ""))
     return _table(
-        f"{heading(experiment)}: all attacks together, {seeds_of(experiment, runs)}.",
+        f"{heading(experiment)} (all attacks together, {seeds_of(experiment, runs)})",
         head,
         {"": rows},
     )
