@@ -1,4 +1,4 @@
-"""Tasks as users write them, for tests: sound ones and broken ones."""
+"""Tasks as users may write them, for tests: correct ones and broken ones."""
 
 import os
 import time
@@ -16,7 +16,7 @@ START = (0.01, -0.02, 0.03, 0.04)
 
 
 class FixedStart(CartPoleEnv):
-    """CartPole that always starts alike."""
+    """CartPole with a fixed first state."""
 
     def reset(self, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(**options)
@@ -29,7 +29,7 @@ def fixed_start() -> gymnasium.Env:
 
 
 class Corridor(gymnasium.Env):
-    """Ends after 1 to 9 steps, which the seed decides: by itself if they are odd, else cut off. Pays the action."""
+    """The seed decides the length, 1 to 9 steps. Odd lengths are terminated, even ones truncated. Pays the action."""
 
     observation_space = spaces.Box(-1, 1, (2,))
     action_space: spaces.Space = spaces.Discrete(3, start=-1)
@@ -60,7 +60,7 @@ def corridor() -> gymnasium.Env:
 
 
 class Slider(Corridor):
-    """The corridor with two numbers as action, one of them bounded."""
+    """A corridor whose actions are two numbers, one of them bounded."""
 
     action_space = spaces.Box(np.asarray([-0.5, -np.inf], np.float32), np.asarray([0.25, np.inf], np.float32))
 
@@ -70,7 +70,7 @@ def slider() -> gymnasium.Env:
 
 
 class Misfit(Corridor):
-    """A corridor with other spaces."""
+    """A corridor with the given spaces."""
 
     def __init__(self, observation_space: spaces.Space | None = None, action_space: spaces.Space | None = None) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def always_another() -> gymnasium.Env:
 
 
 class Growing(Corridor):
-    """Another number of actions after every reset."""
+    """Its number of actions changes with every reset."""
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         self.action_space = spaces.Discrete(3 + next(numbers))
@@ -118,7 +118,7 @@ def growing() -> gymnasium.Env:
 
 
 class Longer(Corridor):
-    """Observes more than its space says."""
+    """Its observations are longer than its space says."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = super().step(action)
@@ -130,7 +130,7 @@ def longer() -> gymnasium.Env:
 
 
 class Spoilt(Corridor):
-    """Pays, or shows, what is no number."""
+    """Gives NaN as reward, or infinity as observation."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def the_same_wrapped() -> gymnasium.Env:
 
 
 class Old(Corridor):
-    """As Gym was before 0.26: `step` returns four values."""
+    """The interface of Gym before 0.26: `step` returns four values."""
 
     def step(self, action: Any) -> Any:
         return super().step(action)[:4]
@@ -176,7 +176,7 @@ def old() -> gymnasium.Env:
 
 
 class Patient(Corridor):
-    """Its first step in a folder that BYZPG_WAIT names notes the process there and waits for a file `go`, or death."""
+    """Its first step writes its process id into the folder BYZPG_WAIT and waits there for a file `go`, up to 60 s."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         folder = Path(os.environ.get("BYZPG_WAIT") or "nowhere")
@@ -191,12 +191,12 @@ class Patient(Corridor):
 
 
 def patient() -> gymnasium.Env:
-    print('{"kind": "finished"}')  # must not pass for an answer of whoever plays it
+    print('{"kind": "finished"}')  # must not be taken for output of the program that plays it
     return TimeLimit(Patient(), 9)
 
 
 class Stumbling(Corridor):
-    """Falls at its first step."""
+    """Raises an error at its first step."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         raise KeyError("the map is missing")

@@ -28,7 +28,7 @@ def copy_to_gymnasium(state: np.ndarray) -> None:
 
 
 def copied(state: np.ndarray) -> cartpole.State:
-    """The state [..., 4] of Gymnasium as ours, rounded to float32."""
+    """Convert Gymnasium's state [..., 4] to ours, rounded to float32."""
     return cartpole.State(*(jnp.asarray(state[..., i], jnp.float32) for i in range(4)))
 
 
@@ -37,13 +37,13 @@ def step(state: cartpole.State, action: np.ndarray | int) -> tuple[cartpole.Stat
 
 
 def states() -> np.ndarray:
-    """Thousands of states [n, 4] in float32: anywhere, and within a hair of every threshold."""
+    """Thousands of states [n, 4] in float32: random ones, and ones very close to every threshold."""
     rng = np.random.default_rng(0)
     anywhere = rng.uniform(-1, 1, (2000, 4)) * [3.0, 4.0, 0.4, 5.0]
     at_the_edge = rng.uniform(-1, 1, (2000, 4)) * [2.3, 4.0, 0.2, 5.0]
     for column, limit in ((0, cartpole.LARGEST_POSITION), (2, cartpole.LARGEST_ANGLE)):
         rows = slice(1000 * (column == 2), 1000 * (column == 2) + 1000)
-        # Where the next position or angle, not this one, is `limit` give or take.
+        # The next position or angle, not the current one, is close to `limit`.
         landing = (
             rng.choice([-1, 1], 1000) * limit * (1 + rng.choice([-1, 1], 1000) * 10.0 ** rng.uniform(-6, -2, 1000))
         )
@@ -83,7 +83,7 @@ def balancing(state: np.ndarray, rng: np.random.Generator) -> int:
 
 @pytest.mark.parametrize(("policy", "full_length"), [(at_random, False), (balancing, True)])
 def test_whole_episodes_are_gymnasiums(policy: Callable[..., int], full_length: bool) -> None:
-    """Both run freely from a copied state, copied anew every 50 steps: errors grow like e^(4t), and t gets to 10 s."""
+    """Both run from a state that is copied again every 50 steps: errors grow like e^(4t), and t reaches 10 s."""
     rng = np.random.default_rng(1)
     for seed in range(4 if full_length else 30):
         reference().reset(seed=seed)
@@ -125,7 +125,7 @@ def test_reset_is_gymnasiums_distribution_and_is_observed() -> None:
     assert seen.shape == (4000, environment.observation_size)
     assert seen.dtype == np.float32
     assert np.all(np.abs(seen) <= 0.05)
-    # Per quantity the quantiles of a uniform draw, and no quantity tells of another.
+    # Every quantity has the quantiles of a uniform draw, and no two quantities are correlated.
     np.testing.assert_allclose(np.quantile(seen, [0.05, 0.5, 0.95], axis=0).T, [[-0.045, 0, 0.045]] * 4, atol=0.004)
     np.testing.assert_allclose(np.corrcoef(seen.T), np.eye(4), atol=0.08)
     reference().reset(seed=0)
@@ -150,7 +150,7 @@ def swung(angle: np.ndarray, speed: np.ndarray, torque: np.ndarray) -> tuple[pen
 
 
 def test_one_step_of_the_pendulum_is_gymnasiums() -> None:
-    """From anywhere: several turns away, faster than it can get, with more torque than it has."""
+    """States include several full turns, speeds above the limit, and torques above the limit."""
     rng, inner = np.random.default_rng(2), cast(Any, gymnasium.make("Pendulum-v1").unwrapped)
     before = (rng.uniform(-1, 1, (2000, 3)) * [30.0, 9.0, 4.0]).astype(np.float32)
     after, reward, ended = swung(*before.T)
@@ -164,7 +164,7 @@ def test_one_step_of_the_pendulum_is_gymnasiums() -> None:
         paid.append(cost)
         seen.append(observation)
     np.testing.assert_allclose(np.stack(after, axis=-1), expected, rtol=1e-6, atol=2e-6)
-    np.testing.assert_allclose(reward, paid, rtol=1e-5, atol=4e-5)  # float32 turns many times round
+    np.testing.assert_allclose(reward, paid, rtol=1e-5, atol=4e-5)  # many full turns cost float32 accuracy
     np.testing.assert_allclose(np.stack(pendulum.Pendulum().observe(after), axis=-1), seen, atol=4e-6)
     assert not np.any(ended)
 
@@ -230,7 +230,7 @@ def test_uniform_box_actions() -> None:
         (lambda: Box(2, (0.0,), (1.0, 1.0)), "must be 2 numbers each"),
         (lambda: Box(1, (0.0,), (0.0,)), "low below high"),
         (lambda: Box(1, (0.0,), (float("nan"),)), "low below high"),
-        (lambda: Box(1, (0.0,), (float("inf"),)).uniform(jnp.zeros(1)), "no uniform actions without bounds"),
+        (lambda: Box(1, (0.0,), (float("inf"),)).uniform(jnp.zeros(1)), "uniform actions need a space with bounds"),
     ],
 )
 def test_impossible_spaces(make: Callable[[], object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Tasks on the host: against their twins in JAX, as users write them, and broken."""
+"""Tasks on the host: compared with their twins in JAX, written by users, and broken ones."""
 
 import sys
 from collections.abc import Iterator
@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from host_tasks import Corridor
 
-from byzpg import Config, Run, cli, envs, play, resume, train
+from byzpg import Config, Run, envs, play, resume, train
+from byzpg.cli.train import free_directory
 from byzpg.envs import Task, host
 from byzpg.envs.cartpole import CartPole, State
 from byzpg.envs.host import HostTask
 from byzpg.envs.spaces import Box, Discrete
-from byzpg.federation.simulator import LARGE, SKIP, SMALL
+from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
 from byzpg.learning.gradients import GPOMDP, gradient
 from byzpg.learning.host_rollouts import play as play_task
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP, Policy
@@ -63,7 +64,7 @@ def played(
     attackers: PlayAttacks = (),
     parameters: jax.Array | None = None,
 ) -> Episodes:
-    """Episodes of agents with parameters [agent, d] or, left out, with initial ones."""
+    """Episodes of agents with the given parameters [agent, d], or with initial ones by default."""
     keys, initial = keys_and_parameters(policy, num_agents if parameters is None else len(parameters))
     return play_task(
         task,
@@ -76,7 +77,7 @@ def played(
     )
 
 
-# What a name stands for
+# Names of tasks
 
 
 @pytest.mark.parametrize(
@@ -101,24 +102,24 @@ BAD = {
     "gymnasium:no task": ["gymnasium:no task cannot be made (Error: Malformed environment ID"],
     "gymnasium:Cartpool-v1": ["Gymnasium has no task 'Cartpool-v1'", "Did you mean 'CartPole-v1'?"],
     "envpool:LunaLander-v3": ["EnvPool has no task 'LunaLander-v3'", "Did you mean 'LunarLander-v3'?"],
-    "Acrobot-v1": ["Acrobot-v1 is a task of Gymnasium: write gymnasium:Acrobot-v1."],
-    "gymnasium:Blackjack-v1": ["observations Tuple(Discrete(32)", "vectors, Box of shape (n,)", "FlattenObservation"],
+    "Acrobot-v1": ["Acrobot-v1 is a task of Gymnasium: use the name gymnasium:Acrobot-v1."],
+    "gymnasium:Blackjack-v1": ["observations Tuple(Discrete(32)", "vectors: Box of shape (n,)", "FlattenObservation"],
     "envpool:Pong-v5": ["observations Box(0, 255, (4, 84, 84), uint8)", "vectors"],
     "host_tasks:dictionary": ["observations Dict('place': Discrete(2))", "vectors"],
     "host_tasks:image": ["(8, 8, 3)", "vectors"],
-    "host_tasks:many_choices": ["actions MultiDiscrete([2 3])", "Discrete ones, or vectors of numbers"],
+    "host_tasks:many_choices": ["actions MultiDiscrete([2 3])", "only supports Discrete actions and vectors"],
     "host_tasks:failing": ["the factory failed (KeyError: 'the map is missing')"],
     "host_tasks:no_environment": ["must return a gymnasium.Env, got dict"],
     "host_tasks:coridor": ["host_tasks has no function 'coridor'", "Did you mean 'corridor'?"],
     "host_taks:corridor": ["'host_taks' cannot be imported", "No module named", "gymnasium:ID, envpool:ID or module:"],
     "gymnasim:CartPole-v1": ["'gymnasim' cannot be imported", "Did you mean 'gymnasium'?"],
     ":corridor": ["the module '' cannot be imported"],
-    "host_tasks:corridor": ["host_tasks:corridor sets no limit to its episodes", "--horizon"],
+    "host_tasks:corridor": ["host_tasks:corridor does not limit the length of its episodes: set horizon"],
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_names_and_tasks_are_one_clear_error(name: str) -> None:
+def test_bad_names_and_tasks_give_one_clear_error(name: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as error:
         Config(env=name).resolved()
     for part in BAD[name]:
@@ -129,22 +130,22 @@ def test_bad_names_and_tasks_are_one_clear_error(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("always_another", r"is not one task: its first environment had 2 observations and actions Discrete\("),
-        ("growing", r"is not one task: its first environment had 2 observations and actions Discrete\("),
+        ("always_another", r"makes environments that differ: the first one has 2 observations and actions Discrete\("),
+        ("growing", r"makes environments that differ: the first one has 2 observations and actions Discrete\("),
         ("unpaid", "gave the reward nan: every number must be finite"),
         ("unseen", "gave the observation inf: every number must be finite"),
-        ("longer", r"gave an observation of shape \(3,\), where its space says \(2,\)"),
+        ("longer", r"gave an observation of shape \(3,\), but its space has the shape \(2,\)"),
         ("the_same", "must make a new environment each time"),
         ("the_same_wrapped", "must make a new environment each time"),
     ],
 )
-def test_environments_that_are_not_what_they_said(name: str, message: str) -> None:
+def test_environments_that_do_not_match_their_description(name: str, message: str) -> None:
     task = host_task(f"host_tasks:{name}")
     with pytest.raises(ValueError, match=f"host_tasks:{name} {message}"):
         played(task, CategoricalMLP(2, (), num_actions=3))
 
 
-def test_what_fails_inside_a_task_is_laid_at_its_door() -> None:
+def test_an_error_inside_a_task_names_the_task() -> None:
     with host_task("host_tasks:old").stage(2) as stage:
         stage.reset(np.arange(2))
         with pytest.raises(ValueError, match=r"host_tasks:old: step failed \(ValueError: not enough values to unpack"):
@@ -152,12 +153,12 @@ def test_what_fails_inside_a_task_is_laid_at_its_door() -> None:
 
 
 @pytest.mark.parametrize("extra", ["gymnasium", "envpool"])
-def test_a_missing_extra_is_one_line_that_installs_it(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_a_missing_extra_says_how_to_install_it(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip" not in host.available()[f"{extra}:ID"]
     monkeypatch.setitem(sys.modules, extra, None)
     with pytest.raises(ValueError, match=rf"^this task needs \w+: pip install 'byzpg\[{extra}\]'\.$"):
         Config(env=f"{extra}:MountainCar-v0").resolved()
-    assert host.available()[f"{extra}:ID"].endswith(f"not here yet: pip install 'byzpg[{extra}]'")
+    assert host.available()[f"{extra}:ID"].endswith(f"not installed: pip install 'byzpg[{extra}]'")
 
 
 def test_actions_without_bounds_cannot_be_uniform() -> None:
@@ -169,19 +170,23 @@ def test_actions_without_bounds_cannot_be_uniform() -> None:
     assert bounded.attack == RandomAction()
 
 
-def test_the_same_task_has_the_same_presets_wherever_it_is_played() -> None:
+def test_presets_do_not_depend_on_where_a_task_is_played() -> None:
     for preset in ("tuned", "paper", "theory", "script"):
         ours, theirs = (Config(env=env, preset=preset).resolved() for env in ("CartPole-v1", "gymnasium:CartPole-v1"))
         assert replace(theirs, env=ours.env) == ours
     lander = Config(env="envpool:LunarLander-v3", preset="paper").resolved()
-    assert (lander.hidden, lander.activation, lander.step_size) == ((64, 64), "tanh", 1e-3)  # the paper's table
+    assert (lander.hidden, lander.activation, lander.step_size) == (
+        (64, 64),
+        "tanh",
+        1e-3,
+    )  # from the table in the paper
 
 
 def test_defaults_of_a_task_without_a_table() -> None:
     settings = Config(env="gymnasium:Acrobot-v1").resolved()
     assert (settings.horizon, settings.discount, settings.hidden) == (500, 0.999, (64, 64))
     assert (settings.large_batch, settings.small_batch, settings.activation) == (45, 32, "relu")
-    assert cli._free_directory(settings) == Path("runs/gymnasium-Acrobot-v1-DecByzPG-AvgZero-1")
+    assert free_directory(settings) == Path("runs/gymnasium-Acrobot-v1-DecByzPG-AvgZero-1")
 
 
 # Episodes
@@ -232,10 +237,10 @@ GRADIENT = jax.jit(gradient, static_argnums=(0, 3, 4, 5))
 
 @pytest.mark.parametrize("name", ["gymnasium:CartPole-v1", "envpool:CartPole-v1"])
 def test_returns_and_gradients_are_those_of_cartpole_in_jax(name: str) -> None:
-    """Within standard errors; another policy is told apart."""
+    """The differences are within standard errors, and those to another policy are not."""
 
     def largest_difference(one: np.ndarray, other: np.ndarray) -> float:
-        """In standard errors."""
+        """The largest difference of the means, in standard errors."""
         error = np.sqrt((np.var(one, axis=0, ddof=1) + np.var(other, axis=0, ddof=1)) / len(one))
         return float(np.max(np.abs(np.mean(one, axis=0) - np.mean(other, axis=0)) / error))
 
@@ -245,7 +250,7 @@ def test_returns_and_gradients_are_those_of_cartpole_in_jax(name: str) -> None:
 
 
 def test_only_live_episodes_are_stepped_and_environments_are_kept() -> None:
-    """A corridor complains if it is stepped after its end."""
+    """`Corridor` raises an error if it is stepped after its end."""
     task, policy = host_task("host_tasks:corridor"), CategoricalMLP(2, (), num_actions=3)
     Corridor.made.clear()
     episodes = played(task, policy, num_agents=2, num_episodes=6, horizon=100)
@@ -254,7 +259,7 @@ def test_only_live_episodes_are_stepped_and_environments_are_kept() -> None:
     assert sum(each.num_steps for each in Corridor.made) == lengths.sum() < lengths.size * lengths.max()
     assert set(lengths.reshape(-1) % 2) == {0, 1}, "both terminated and truncated"
     actions = np.concatenate([each.taken for each in Corridor.made])
-    assert set(actions) == {-1, 0, 1}, "counted from the space's start"
+    assert set(actions) == {-1, 0, 1}, "actions start at the start of the space"
     np.testing.assert_array_equal(episodes.returns, np.sum(episodes.rewards, axis=2))
     assert sum(float(each) for each in actions) == float(np.sum(episodes.returns))
 
@@ -265,7 +270,7 @@ def test_only_live_episodes_are_stepped_and_environments_are_kept() -> None:
     assert len(Corridor.made) == 12
 
 
-def test_a_pool_steps_live_episodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_steps_only_live_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     step = host._Pool.step
 
@@ -276,7 +281,7 @@ def test_a_pool_steps_live_episodes_alone(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(host._Pool, "step", counted)
     episodes = played(host_task("envpool:CartPole-v1"), num_episodes=10, horizon=200)
     assert sum(sizes) == int(np.sum(episodes.lengths)) < len(sizes) * sizes[0]
-    # An environment that had been stepped after its end would have started over near the middle.
+    # An environment that is stepped after its end would start again near the middle, with a jump of the angle.
     angle, lengths = np.asarray(episodes.observations)[..., 2], np.asarray(episodes.lengths)
     moved = np.abs(np.diff(angle, axis=2))[np.arange(1, 200) < lengths[..., None]]
     assert 0 < np.max(moved) < 0.1
@@ -286,7 +291,7 @@ def test_a_pool_steps_live_episodes_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_continuous_task_is_the_same_in_gymnasium_and_envpool() -> None:
-    """Mean returns of 200 episodes of 50 steps, within standard errors; one that is cut off sooner is told apart."""
+    """Mean returns of 200 episodes of 50 steps agree within standard errors; those of 30 steps do not."""
 
     def returns(name: str, horizon: int = 50) -> np.ndarray:
         policy = GaussianMLP(3, (), action_size=1)
@@ -304,7 +309,7 @@ def test_a_continuous_task_is_the_same_in_gymnasium_and_envpool() -> None:
     assert abs(np.mean(here) - np.mean(shorter)) > 6 * error
 
 
-def test_continuous_actions_are_clipped_for_the_environment_alone() -> None:
+def test_continuous_actions_are_clipped_only_for_the_environment() -> None:
     task = host_task("host_tasks:slider")
     Corridor.made.clear()
     episodes = played(task, GaussianMLP(2, (), action_size=2), horizon=9)
@@ -396,7 +401,7 @@ def test_peers_without_a_server_agree_on_a_continuous_task_of_envpool() -> None:
         horizon=40,
         large_batch=8,
         small_batch=4,
-        switch_probability=1.0,  # small batches of this task are played above
+        switch_probability=1.0,  # other tests play small batches of this task
         trajectories=24,
     )
     run = train(config)
@@ -408,7 +413,8 @@ def test_peers_without_a_server_agree_on_a_continuous_task_of_envpool() -> None:
 
 
 def test_skipped_entries_and_the_output() -> None:
-    simulation = PENDULUM.resolved().simulation()
+    settings = PENDULUM.resolved()
+    simulation = Simulation((settings.federation(),), settings.seeds)
     (state,), (metrics,) = simulation.run(simulation.start(), [LARGE, SKIP, SMALL], 1)
     (first,), _ = simulation.run(simulation.start(), [LARGE], 1)
     assert np.all(np.isnan(np.asarray(metrics.return_mean)[:, 1]))
@@ -418,7 +424,7 @@ def test_skipped_entries_and_the_output() -> None:
     assert np.any(np.asarray(state.output) != np.asarray(state.agents.parameters))
 
 
-def test_play_draws_what_can_be_drawn(learnt: tuple[Config, Run, Path]) -> None:
+def test_play_renders_tasks_that_can_be_rendered(learnt: tuple[Config, Run, Path]) -> None:
     _, run, _ = learnt
     returns, frames = play.evaluate(run.policy(), run.settings, 2, 3, False)
     assert len(frames) == returns[0] > 20
@@ -428,7 +434,7 @@ def test_play_draws_what_can_be_drawn(learnt: tuple[Config, Run, Path]) -> None:
 
 @pytest.fixture
 def forgotten_tasks() -> Iterator[None]:
-    """Another test may have another module of the same name."""
+    """Forget the module `my_task`: another test may use another module of this name."""
     yield
     sys.modules.pop("my_task", None)
     host.describe.cache_clear()
@@ -438,7 +444,7 @@ def forgotten_tasks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("forgotten_tasks")
 def test_the_tutorials_own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file of the tutorial, in under twenty lines, from another directory and with a short run."""
+    """The tutorial's file is shorter than twenty lines, and a short run in another directory learns its task."""
     text = (Path(__file__).parents[2] / "docs" / "tutorials" / "own-task.md").read_text()
     program = next(block for block in text.split("```python\n") if "class Thermostat" in block).split("\n```")[0]
     assert len(program.splitlines()) < 20

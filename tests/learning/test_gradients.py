@@ -1,4 +1,4 @@
-"""Gradient estimates: golden values, unbiasedness where the truth can be enumerated, and the variance of PAGE."""
+"""Gradient estimates: golden values, unbiasedness on a task that can be enumerated, and the variance of PAGE."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -56,11 +56,11 @@ def naive_coefficients(estimator: Estimator, rewards: np.ndarray, discount: floa
 def naive_weights(importance: ImportanceWeights, log_ratios: np.ndarray, now: np.ndarray) -> np.ndarray:
     """ω [agent, episode, time], after the cap."""
     weights = np.zeros(log_ratios.shape)
-    for (*who, time), _ in np.ndenumerate(log_ratios):
+    for (*episode, time), _ in np.ndenumerate(log_ratios):
         steps = slice(None) if importance.mode == "trajectory" else slice(time + 1)
-        probability = np.prod(np.exp(now[*who, steps]))
-        weight = np.prod(np.exp(log_ratios[*who, steps])) * probability / (probability + importance.floor)
-        weights[*who, time] = weight if importance.cap is None else min(weight, importance.cap)
+        probability = np.prod(np.exp(now[*episode, steps]))
+        weight = np.prod(np.exp(log_ratios[*episode, steps])) * probability / (probability + importance.floor)
+        weights[*episode, time] = weight if importance.cap is None else min(weight, importance.cap)
     return weights
 
 
@@ -89,7 +89,7 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def all_coefficients(rewards: Array, log_weights: Array) -> list[tuple[Array, Array]]:
-    """Of every estimator, without weights and with."""
+    """The coefficients of every estimator, without weights and with them."""
     return [
         (each.coefficients(rewards, 0.9, None), each.coefficients(rewards, 0.9, log_weights)) for each in ESTIMATORS
     ]
@@ -107,7 +107,7 @@ def test_coefficients_are_the_naive_ones() -> None:
 
 
 def chances(log_ratios: np.ndarray) -> np.ndarray:
-    """Log-probabilities of the steps whose ratios these are: about 1e-3 for the longest episodes."""
+    """Log-probabilities of the steps with these ratios; the longest episodes have a probability of about 1e-3."""
     return np.where(log_ratios == 0, 0, np.random.default_rng(1).uniform(-1.5, 0, log_ratios.shape)).astype(np.float32)
 
 
@@ -124,7 +124,7 @@ def test_importance_weights_with_a_floor_are_the_naive_ones() -> None:
         expected = naive_weights(importance, log_ratios.astype(np.float64), now.astype(np.float64))
         np.testing.assert_allclose(np.exp(log_weights), expected, rtol=2e-5, err_msg=str(importance))
     certain = naive_weights(ImportanceWeights(), log_ratios.astype(np.float64), now.astype(np.float64))
-    assert np.min(np.exp(found[0][0]) / certain) < 0.6  # where an episode is long, the floor takes much away
+    assert np.min(np.exp(found[0][0]) / certain) < 0.6  # the floor strongly reduces the weights of long episodes
 
 
 def test_importance_weights_and_their_health_are_the_naive_ones() -> None:
@@ -157,7 +157,7 @@ def test_huge_log_ratios_do_not_overflow_under_a_cap() -> None:
             assert np.all(np.isfinite(all_coefficients(rewards, log_weights)))
 
 
-def test_weights_of_one_are_in_perfect_health() -> None:
+def test_weights_of_one_have_perfect_health() -> None:
     perfect = Health.perfect(2)
     same = np.zeros((2, 4, 9), np.float32)
     for _, health in all_log_weights(same, same)[: len(IMPORTANCE)]:
@@ -173,7 +173,7 @@ SCORED = [CategoricalMLP(3, (5,), "tanh", num_actions=3), GaussianMLP(2, (3,), "
 
 @cache
 def played(policy: Policy) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Parameters, previous parameters [2 agents, d] and episodes of arbitrary steps, with anything past their ends."""
+    """Parameters, previous parameters [2 agents, d] and episodes of random steps, with values past their ends, too."""
     rng = np.random.default_rng(1)
     parameters = rng.normal(0, 0.5, (2, policy.dimension)).astype(np.float32)
     previous = parameters + rng.normal(0, 0.04, parameters.shape).astype(np.float32)
@@ -227,7 +227,7 @@ def sums(policy: Policy, parameters: Array, episodes: Episodes, coefficients: Ar
 @pytest.mark.parametrize("policy", SCORED, ids=str)
 def test_sums_of_scores_and_log_probabilities_are_those_of_single_steps(policy: Policy) -> None:
     *both, episodes = played(policy)
-    # Not 0 past the ends: there, coefficients must not count.
+    # Coefficients past the ends are not 0, but they must not count.
     coefficients = np.random.default_rng(2).normal(size=(2, *episodes.rewards.shape)).astype(np.float32)
     summed, found = sums(policy, jnp.stack(both), episodes, coefficients)
     np.testing.assert_allclose(found, naive_steps(policy, both[0], episodes)[0], rtol=1e-5, atol=1e-5)
@@ -293,11 +293,11 @@ def test_the_correction_is_the_naive_one_at_every_gate(
 
 
 @pytest.mark.parametrize(("policy", "estimator", "importance"), CORRECTED)
-def test_a_correction_with_degenerate_weights_is_finite_if_capped_or_shut(
+def test_a_correction_with_degenerate_weights_is_finite_if_capped_or_gated(
     policy: Policy, estimator: Estimator, importance: ImportanceWeights
 ) -> None:
     parameters, _, episodes = played(policy)
-    # θ_{t−1} under which the episodes are e^500 times likelier, or less likely.
+    # Under θ_{t−1}, one episode is e^500 times more likely and another one e^500 times less likely.
     shifted = replace(
         episodes, log_probabilities=episodes.log_probabilities.at[:, 0, 0].add(jnp.array([-500.0, 500.0]))
     )
@@ -336,12 +336,12 @@ def test_possible_batches_pass_the_check() -> None:
 DISCOUNT, HORIZON = 0.8, 3
 MOVE = np.array([[0.2, 0.7], [0.4, 0.9]])  # [state, action]: how likely the next state is state 1
 STOP = np.array([[0.7, 0.1], [0.1, 0.6]])  # how likely the episode ends
-REWARD = np.array([[0.25, 2.0], [3.0, 0.25]])  # never 0: a control below tells steps past the end by their 0
+REWARD = np.array([[0.25, 2.0], [3.0, 0.25]])  # never 0: a control below recognises steps past the end by their reward
 
 
 @dataclass(frozen=True)
 class TwoStates(Component):
-    """Two states, two actions; where it moves and whether it ends is up to chance."""
+    """Two states and two actions, with random transitions and random ends."""
 
     name = "TwoStates"
     observation_size = 2
@@ -416,7 +416,7 @@ class StoppedBaseline(GPOMDP):
 
 @dataclass(frozen=True)
 class DiscountedFromNow(GPOMDP):
-    """Biased: every step's reward-to-go counts as if it were the first step's."""
+    """Biased: every reward-to-go is discounted as if its step were the first one."""
 
     def coefficients(self, rewards: Array, discount: float, log_weights: Array | None) -> Array:
         return super().coefficients(rewards, discount, log_weights) / discount ** jnp.arange(rewards.shape[2])
@@ -424,7 +424,7 @@ class DiscountedFromNow(GPOMDP):
 
 @dataclass(frozen=True)
 class Unweighted(ImportanceWeights):
-    """Biased: pretends that the episodes were played by θ_{t−1}."""
+    """Biased: treats the episodes as if θ_{t−1} had played them."""
 
     def log_weights(self, before: Array, now: Array) -> tuple[Array, Health]:
         return super().log_weights(now, now)
@@ -432,7 +432,7 @@ class Unweighted(ImportanceWeights):
 
 @dataclass(frozen=True)
 class Reversed(ImportanceWeights):
-    """Biased: the ratio upside down."""
+    """Biased: the ratio is inverted."""
 
     def log_weights(self, before: Array, now: Array) -> tuple[Array, Health]:
         return super().log_weights(now, before)
@@ -453,11 +453,11 @@ BIASED = {
     "capped": (GPOMDP(), ImportanceWeights("trajectory", cap=1.5)),
     "capped per decision": (GPOMDP(), ImportanceWeights("per-decision", cap=1.5)),
     "unweighted": (GPOMDP(), Unweighted()),
-    "upside down": (GPOMDP(), Reversed()),
+    "inverted": (GPOMDP(), Reversed()),
 }
 BATCHES = (2, 4, 8, 16, 32)
 SMALL_BATCH = 4
-NUM_AGENTS, NUM_SAMPLES = 3125, 4  # of small batches, these are 100,000
+NUM_AGENTS, NUM_SAMPLES = 3125, 4  # together 100,000 small batches
 
 
 @jax.jit
@@ -469,12 +469,12 @@ def played_by(keys: Array) -> Episodes:
 
 @cache
 def sample(seed: int) -> Any:
-    """The same number each time, so that one program plays all."""
+    """A sample of episodes; its size is always the same, so that one compiled program plays all."""
     return jax.tree.map(np.asarray, played_by(jax.random.split(jax.random.key(seed), NUM_AGENTS)))
 
 
 def in_small_batches(episodes: Any) -> Any:
-    """As those of more agents: all play alike."""
+    """The same episodes as small batches of more agents: all agents have the same policy."""
     return jax.tree.map(
         lambda values: values.reshape(-1, SMALL_BATCH, *values.shape[2:]) if values.ndim else values, episodes
     )
@@ -482,7 +482,7 @@ def in_small_batches(episodes: Any) -> Any:
 
 @dataclass(frozen=True)
 class Chosen:
-    """One of several estimators, or of several weights, chosen by data: one program for all of them."""
+    """One of several estimators or importance weights, chosen by an array, so that all share one program."""
 
     of: list[Any]
     index: Array
@@ -494,10 +494,10 @@ class Chosen:
         return lax.switch(self.index, [lambda each=each: each.log_weights(*given) for each in self.of])
 
 
-# Unlike the rest of the suite with some optimization: it runs for longer than it compiles.
+# Other tests compile without optimization. This function runs longer than it compiles, so it is optimized.
 @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 def estimate_all(episodes: Episodes) -> dict[str, Array]:
-    """Of every estimator [agent, d]: of ∇J(θ_t), or where it weighs, of ∇J(θ_{t−1}), from episodes played at θ_t."""
+    """The estimates [agent, d] of ∇J(θ_t), or with weights of ∇J(θ_{t−1}), from episodes played at θ_t."""
     clock, num_agents = Clock(HORIZON), len(episodes.lengths)
     parameters, previous = (jnp.tile(theta, (num_agents, 1)) for theta in (PARAMETERS, PREVIOUS))
     nothing = jnp.zeros_like(parameters)
@@ -553,12 +553,12 @@ def truth(importance: ImportanceWeights | None) -> np.ndarray:
 def test_estimators_are_unbiased(name: str) -> None:
     exact = truth(UNBIASED[name][1])
     assert bias_in_standard_errors(estimates()[name], exact) < 4.5
-    # Were it off by so little, it would show.
+    # The test is sensitive: a bias of 2.5 % would be detected.
     assert bias_in_standard_errors(1.025 * estimates()[name], exact) > 4.5
 
 
 @pytest.mark.parametrize("name", BIASED)
-def test_biased_estimators_are_found_out(name: str) -> None:
+def test_biased_estimators_are_detected(name: str) -> None:
     assert bias_in_standard_errors(estimates()[name], truth(BIASED[name][1])) > 9
 
 

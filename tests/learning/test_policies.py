@@ -70,7 +70,7 @@ def naive_log_probability(policy: Policy, parameters: np.ndarray, observation: n
     return sum(np.log(NormalDist(m, s).pdf(float(a))) for m, s, a in zip(outputs, stds, action, strict=True))
 
 
-# The same of ours, in one program per policy
+# The same quantities from byzpg, in one program per policy
 
 
 class Evaluated(NamedTuple):
@@ -83,7 +83,7 @@ class Evaluated(NamedTuple):
     scores: np.ndarray  # [n, d], their gradients
     modes: np.ndarray  # [n, ...]
     modes_log_probabilities: np.ndarray  # [n]
-    drawn: np.ndarray  # [noise, n, ...], of an even grid of noise
+    drawn: np.ndarray  # [noise, n, ...], for an even grid of noise
 
 
 GRID = (np.arange(20_000, dtype=np.float32) + 0.5) / 20_000
@@ -211,10 +211,10 @@ def normals(mean: Array, log_std: Array, noise: Array, actions: Array) -> tuple[
     return policy.draw(weights, mean, noise), policy.log_probability(weights, mean, actions)
 
 
-def test_normal_draws_have_the_moments_and_the_density_asked_for() -> None:
+def test_normal_draws_have_the_moments_and_the_density_of_the_policy() -> None:
     mean, log_std = np.array([0.5, -2.0], np.float32), np.array([-1.0, 0.7], np.float32)
     noise = np.random.default_rng(0).random((100_000, 2), np.float32)
-    noise[0] = 0  # where the normal's inverse is −∞; uniform draws reach it
+    noise[0] = 0  # a possible uniform draw, at which the inverse of the normal distribution is −∞
     axes = [m + np.exp(s) * np.linspace(-8, 8, 201) for m, s in zip(mean, log_std, strict=True)]
     actions = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).astype(np.float32)
     drawn, log_density = normals(mean, log_std, noise, actions)
@@ -258,7 +258,7 @@ def test_tanh_on_the_outputs_caps_the_largest_probability_and_probabilities_add_
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_parameters_lie_one_after_the_other(policy: Policy) -> None:
+def test_parameters_are_consecutive(policy: Policy) -> None:
     parameters: Any = np.arange(policy.dimension, dtype=np.float32)
     weights = policy.unflatten(parameters)
     np.testing.assert_array_equal(np.concatenate([np.ravel(part) for layer in weights for part in layer]), parameters)
@@ -287,20 +287,20 @@ def test_initial_parameters_are_uniform_within_their_bounds() -> None:
         scaled.append(bias * np.sqrt(len(matrix)))
     for part in scaled:
         assert np.max(np.abs(part)) <= 1
-        # of n uniform draws, a quantile strays by at most 1/√n in one standard deviation
+        # The standard deviation of a quantile of n uniform draws is at most 1/√n.
         quantiles = np.quantile(part, [0.05, 0.25, 0.5, 0.75, 0.95])
         np.testing.assert_allclose(quantiles, [-0.9, -0.5, 0, 0.5, 0.9], atol=3 / np.sqrt(part.size))
-    for i, part in enumerate(scaled):  # none repeats another's draws
+    for i, part in enumerate(scaled):  # no part repeats the draws of another
         assert all(abs(part[0] - other[0]) > 1e-5 for other in scaled[:i])
     np.testing.assert_array_equal(parameters[-9:], -1.25)
     np.testing.assert_array_equal(draw(jax.random.key(3)), parameters)
     assert not np.any(np.asarray(draw(jax.random.key(4)))[:100] == parameters[:100])
 
 
-# By kind
+# Policies by kind
 
 
-def test_auto_takes_the_policy_that_fits() -> None:
+def test_auto_chooses_the_policy_that_fits() -> None:
     box = Box(2, (-1.0, -1.0), (1.0, 1.0))
     network: dict[str, Any] = {"hidden": (8,), "activation": "tanh", "output_tanh": True, "initialization": "script"}
     for kind in ("auto", "categorical"):

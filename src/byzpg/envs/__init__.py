@@ -1,4 +1,4 @@
-"""Tasks by name: environments as pure functions of arrays, and those that live on the host."""
+"""Tasks: environments written in JAX, and environments that run on the host."""
 
 from typing import Any, Protocol
 
@@ -6,58 +6,86 @@ from jax import Array
 
 from byzpg.envs import host
 from byzpg.envs.cartpole import CartPole
+from byzpg.envs.host import HostTask
 from byzpg.envs.lunar_lander import LunarLander, LunarLanderContinuous
 from byzpg.envs.pendulum import Pendulum
-from byzpg.envs.spaces import Space
+from byzpg.envs.spaces import Box, Discrete, Space
 from byzpg.robust.components import unknown
+
+__all__ = [
+    "ENVIRONMENTS",
+    "Box",
+    "CartPole",
+    "Discrete",
+    "Environment",
+    "HostTask",
+    "LunarLander",
+    "LunarLanderContinuous",
+    "Pendulum",
+    "Space",
+    "Task",
+    "make",
+]
 
 
 class Environment(Protocol):
-    """What a rollout needs of an environment, written elementwise: one array per number, the batch as their only shape.
+    """An environment written in JAX, as pure elementwise functions.
 
-    So one source runs as a plain program and inside a GPU kernel, where a block of episodes stays in registers. A state
-    is any pytree of such arrays. Episodes end where `step` says so; a rollout cuts them off at `horizon`.
+    Every quantity is an array of its own, and the shape of these arrays is the batch. The same source therefore runs as
+    a plain program and inside a GPU kernel, where a block of episodes stays in registers. A state is any pytree of such
+    arrays. An episode ends when `step` says so; a rollout cuts it off at `horizon`.
     """
 
     @property
     def name(self) -> str: ...
 
     @property
-    def observation_size(self) -> int: ...
+    def observation_size(self) -> int:
+        """The number of features of an observation."""
+        ...
 
     @property
     def action_space(self) -> Space: ...
 
     @property
     def horizon(self) -> int:
-        """The most steps an episode has."""
+        """The largest number of steps of an episode."""
         ...
 
     @property
     def reward_threshold(self) -> float | None:
-        """The mean return from which the task counts as solved."""
+        """The mean return at which the task counts as solved, if it has one."""
         ...
 
     @property
     def noise_size(self) -> int:
-        """How many uniform draws in [0, 1) one step of the dynamics takes."""
+        """The number of uniform draws in [0, 1) that one step takes."""
         ...
 
     @property
     def has_loops(self) -> bool:
-        """Whether a step holds loops of its own, so that a whole rollout is no kernel on GPUs."""
+        """Whether a step contains loops. If so, a whole rollout does not fit into one GPU kernel."""
         ...
 
     def reset(self, key: Array) -> Any:
-        """The first state of one episode."""
+        """Draw the first state of one episode."""
         ...
 
     def observe(self, state: Any) -> tuple[Array, ...]:
-        """What the agent sees, one array per number."""
+        """What the agent sees: one array per feature."""
         ...
 
     def step(self, state: Any, action: tuple[Array, ...], noise: tuple[Array, ...]) -> tuple[Any, Array, Array]:
-        """The next state, the reward and whether the episode ended there; of noise there are `noise_size` arrays."""
+        """Take a step.
+
+        Args:
+            state: The current state.
+            action: One array per number of an action.
+            noise: `noise_size` arrays of uniform draws in [0, 1).
+
+        Returns:
+            The next state, the reward, and whether the episode ended.
+        """
         ...
 
 
@@ -66,15 +94,23 @@ ENVIRONMENTS: dict[str, type[Environment]] = {
 }
 
 
-Task = Environment | host.HostTask
+Task = Environment | HostTask
 
 
 def make(name: str) -> Task:
-    """The task of that name; with a colon in it, one on the host."""
+    """Make the task with a given name.
+
+    Args:
+        name: A name in `ENVIRONMENTS`, or the name of a task on the host: `gymnasium:ID`, `envpool:ID`, or
+            `module:factory` for your own.
+
+    Raises:
+        ValueError: There is no such task, or it does not work with byzpg.
+    """
     if ":" in name:
         return host.describe(name)
     if name not in ENVIRONMENTS:
         if host.in_gymnasium(name):
-            raise ValueError(f"{name} is a task of Gymnasium: write gymnasium:{name}.")
+            raise ValueError(f"{name} is a task of Gymnasium: use the name gymnasium:{name}.")
         raise ValueError(unknown("environment", name, ENVIRONMENTS))
     return ENVIRONMENTS[name]()

@@ -1,7 +1,7 @@
-"""Tasks outside JAX, stepped on the host: any of Gymnasium's or EnvPool's, and a user's own.
+"""Tasks outside JAX, stepped on the host: any task of Gymnasium or EnvPool, and tasks that users write.
 
-A name tells which: `gymnasium:ID`, `envpool:ID`, or `module:factory`, the factory being a function of no arguments that
-returns a gymnasium.Env. Gymnasium and EnvPool are extras, imported when first asked for.
+The name of a task says where it comes from: `gymnasium:ID`, `envpool:ID`, or `module:factory`, where the factory is a
+function without arguments that returns a `gymnasium.Env`. Gymnasium and EnvPool are optional and imported on first use.
 """
 
 import atexit
@@ -24,47 +24,62 @@ from byzpg.envs.spaces import Box, Discrete, Space
 from byzpg.robust.components import Component, nearest
 
 EXTRAS = {"gymnasium": "Gymnasium", "envpool": "EnvPool"}
-NO_LIMIT = 2**31 - 1  # what EnvPool says of tasks that do not end by themselves
+NO_LIMIT = 2**31 - 1  # the limit that EnvPool gives to tasks without one
 
 
 class Outcome(NamedTuple):
-    """What one step of each of n environments led to."""
+    """The outcome of one step in each of n environments."""
 
     observations: np.ndarray  # [n, feature]
     rewards: np.ndarray  # [n]
-    terminated: np.ndarray  # [n], the task itself ended there
-    truncated: np.ndarray  # [n], a limit of time or place cut it off
+    terminated: np.ndarray  # [n], the task itself ended the episode
+    truncated: np.ndarray  # [n], a limit, such as one of time, cut the episode off
 
 
 class Stage(Protocol):
-    """Environments side by side, one episode each."""
+    """Environments that play one episode each, in step."""
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
-        """The first observations [episode, feature] of episodes with these seeds, each below 2³¹."""
+        """Start episodes with these seeds, each below 2³¹; returns the first observations [episode, feature]."""
         ...
 
     def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:
-        """One step of those episodes alone, in rising order; continuous actions are clipped to the task's bounds."""
+        """Step only the given episodes, in ascending order. Continuous actions are clipped to the task's bounds."""
         ...
 
     def picture(self) -> np.ndarray | None:
-        """The first episode as it looks now, where the task can be drawn."""
+        """An image of the first episode, or None if the task cannot be rendered."""
         ...
 
 
 @dataclass(frozen=True)
 class HostTask(Component):
-    """What all environments of a task have in common."""
+    """A task on the host: what all its environments have in common.
+
+    Attributes:
+        name: As in `describe`.
+        observation_size: The number of features of an observation.
+        action_space: The set of actions.
+        horizon: The largest number of steps of an episode; None if the task sets no limit.
+        reward_threshold: The mean return at which the task counts as solved, if it has one.
+    """
 
     name: str
     observation_size: int
     action_space: Space
-    horizon: int | None  # None: the task sets no limit
+    horizon: int | None
     reward_threshold: float | None
 
     @contextmanager
     def stage(self, num_episodes: int, drawn: bool = False) -> Iterator[Stage]:
-        """Environments for as many episodes; Gymnasium's are kept for the next time."""
+        """Provide environments for a number of episodes.
+
+        Environments of Gymnasium are kept for the next use, unless they are `drawn`.
+
+        Args:
+            num_episodes: The number of environments.
+            drawn: Whether they can render images, if the task supports it.
+        """
         if self.name.startswith("envpool:"):
             yield _Pool(self)
             return
@@ -75,7 +90,9 @@ class HostTask(Component):
             while len(environments) < num_episodes:
                 another = _environment(self.name, drawn)
                 if id(another.unwrapped) in made:
-                    raise ValueError(f"{self.name} must make a new environment each time, not the same one again.")
+                    raise ValueError(
+                        f"{self.name} must make a new environment each time; it returned the same one again."
+                    )
                 environments.append(another)
                 made.add(id(another.unwrapped))
                 _check_alike(self, another)
@@ -89,7 +106,7 @@ class HostTask(Component):
             idle[:0] = environments
 
 
-# Environments of Gymnasium that wait for their next episode.
+# Environments of Gymnasium that are not in use.
 _idle: dict[HostTask, list[Any]] = {}
 
 
@@ -103,7 +120,14 @@ atexit.register(lambda: [_close(environments) for environments in _idle.values()
 
 @cache
 def describe(name: str) -> HostTask:
-    """The task of that name, or one clear error."""
+    """Look up a task on the host.
+
+    Args:
+        name: `gymnasium:ID`, `envpool:ID` or `module:factory`.
+
+    Raises:
+        ValueError: There is no such task, or it does not work with byzpg.
+    """
     kind, _, rest = name.partition(":")
     if kind == "envpool":
         return _pool_description(name, rest)
@@ -115,20 +139,20 @@ def describe(name: str) -> HostTask:
 
 
 def available() -> dict[str, str]:
-    """The kinds of tasks by how they are written, and what brings those that are not here."""
+    """Describe the kinds of tasks by the form of their names, and how to install those that are missing."""
 
     def missing(extra: str) -> str:
-        return "" if find_spec(extra) else f"; not here yet: {_install(extra)}"
+        return "" if find_spec(extra) else f"; not installed: {_install(extra)}"
 
     return {
-        "gymnasium:ID": f"any task of Gymnasium with vectors as observations{missing('gymnasium')}",
-        "envpool:ID": f"any task of EnvPool with vectors as observations{missing('envpool')}",
-        "module:factory": "your own: a function of a Python module, without arguments, that returns a gymnasium.Env",
+        "gymnasium:ID": f"Any task of Gymnasium whose observations are vectors{missing('gymnasium')}",
+        "envpool:ID": f"Any task of EnvPool whose observations are vectors{missing('envpool')}",
+        "module:factory": "Your own task: a function without arguments that returns a gymnasium.Env",
     }
 
 
 def in_gymnasium(name: str) -> bool:
-    """Whether Gymnasium is here and has a task of that id."""
+    """Whether Gymnasium is installed and has a task of this id."""
     return find_spec("gymnasium") is not None and name in _extra("gymnasium").registry
 
 
@@ -146,12 +170,12 @@ def _extra(module: str) -> ModuleType:
 def _described(
     name: str, observations: Any, actions: Any, horizon: int | None, reward_threshold: float | None
 ) -> HostTask:
-    """The task with these spaces of Gymnasium."""
+    """The task with these spaces of Gymnasium, if byzpg supports them."""
     spaces = _extra("gymnasium").spaces
     if not isinstance(observations, spaces.Box) or len(observations.shape) != 1 or not observations.shape[0]:
         raise ValueError(
-            f"{name} has observations {observations}: byzpg takes vectors, Box of shape (n,). A factory of your own "
-            "can put gymnasium.wrappers.FlattenObservation around it."
+            f"{name} has observations {observations}, but byzpg only supports vectors: Box of shape (n,). A factory of "
+            "your own can wrap the task in gymnasium.wrappers.FlattenObservation."
         )
     if isinstance(actions, spaces.Discrete):
         space = Discrete(int(actions.n))
@@ -159,14 +183,17 @@ def _described(
         space = _box(actions)
     else:
         raise ValueError(
-            f"{name} has actions {actions}: byzpg takes Discrete ones, or vectors of numbers, Box of shape (n,)."
+            f"{name} has actions {actions}, but byzpg only supports Discrete actions and vectors: Box of shape (n,)."
         )
     threshold = None if reward_threshold is None else float(reward_threshold)
     return HostTask(name, observations.shape[0], space, horizon, threshold)
 
 
 def _box(actions: Any) -> Box:
-    """Gymnasium's Box as ours. A type's largest number stands for no bound, and so does, in EnvPool, its smallest."""
+    """Convert a Box of Gymnasium to ours.
+
+    The largest number of a type stands for no bound. EnvPool also uses the smallest positive number for that.
+    """
     kind = np.finfo(actions.dtype)
     low = tuple(-inf if each in (kind.tiny, kind.min) else float(each) for each in actions.low)
     high = tuple(inf if each == kind.max else float(each) for each in actions.high)
@@ -174,28 +201,32 @@ def _box(actions: Any) -> Box:
 
 
 def _description(name: str, environment: Any) -> HostTask:
+    """The task of an environment of Gymnasium."""
     spec, time_limit = environment.spec, "_max_episode_steps"
     limit = None if spec is None else spec.max_episode_steps
-    if limit is None and environment.has_wrapper_attr(time_limit):  # a TimeLimit around a task without a spec
+    if limit is None and environment.has_wrapper_attr(
+        time_limit
+    ):  # the limit of a TimeLimit wrapper around a task without a spec
         limit = environment.get_wrapper_attr(time_limit)
     threshold = None if spec is None else spec.reward_threshold
     return _described(name, environment.observation_space, environment.action_space, limit, threshold)
 
 
 def _check_alike(task: HostTask, environment: Any) -> None:
+    """Raise an error if another environment of a task differs from the first one."""
     found = _description(task.name, environment)
     if replace(found, horizon=task.horizon) != task:
         raise ValueError(
-            f"{task.name} is not one task: its first environment had {task.observation_size} observations and actions "
-            f"{task.action_space}, another one {found.observation_size} and {found.action_space}."
+            f"{task.name} makes environments that differ: the first one has {task.observation_size} observations and "
+            f"actions {task.action_space}, another one has {found.observation_size} and {found.action_space}."
         )
 
 
-# Gymnasium, and what looks like it
+# Gymnasium, and tasks with its interface
 
 
 def _environment(name: str, drawn: bool = False) -> Any:
-    """A new environment; `drawn`: one that makes pictures, if the task can."""
+    """Make an environment; with `drawn`, one that renders images, if the task supports it."""
     kind, _, rest = name.partition(":")
     gymnasium = _extra("gymnasium")
     if kind != "gymnasium":
@@ -210,7 +241,7 @@ def _environment(name: str, drawn: bool = False) -> Any:
     except gymnasium.error.UnregisteredEnv:
         raise ValueError(f"Gymnasium has no task {rest!r}.{nearest(rest, gymnasium.registry)}") from None
     except Exception as error:
-        _blame(f"{name} cannot be made", error)
+        _raise(f"{name} cannot be made", error)
 
 
 def _from_factory(name: str, gymnasium: ModuleType) -> Any:
@@ -221,39 +252,40 @@ def _from_factory(name: str, gymnasium: ModuleType) -> Any:
     try:
         module = import_module(module_name)
     except Exception as error:
-        kinds = "tasks are written gymnasium:ID, envpool:ID or module:factory."
-        _blame(f"{name}: the module {module_name!r} cannot be imported; {kinds}{nearest(module_name, EXTRAS)}", error)
+        kinds = "names of tasks are gymnasium:ID, envpool:ID or module:factory."
+        _raise(f"{name}: the module {module_name!r} cannot be imported; {kinds}{nearest(module_name, EXTRAS)}", error)
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         raise ValueError(f"{name}: {module_name} has no function {factory_name!r}.{nearest(factory_name, dir(module))}")
     try:
         environment = factory()
     except Exception as error:
-        _blame(f"{name}: the factory failed", error)
+        _raise(f"{name}: the factory failed", error)
     if not isinstance(environment, gymnasium.Env):
         raise ValueError(f"{name}: the factory must return a gymnasium.Env, got {type(environment).__name__}.")
     return environment
 
 
-def _blame(problem: str, error: Exception) -> NoReturn:
+def _raise(problem: str, error: Exception) -> NoReturn:
+    """Report the error of a task as one ValueError."""
     raise ValueError(f"{problem} ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)
 class _Environments:
-    """One object of Gymnasium per episode, stepped one after the other."""
+    """One environment of Gymnasium per episode, stepped one after the other."""
 
     task: HostTask
     environments: list[Any]
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
-        """The seed fixes an episode, whatever was played before."""
+        """An episode depends only on its seed, not on earlier episodes."""
         observations = []
         for environment, seed in zip(self.environments, seeds.tolist(), strict=True):
             try:
                 observation, _ = environment.reset(seed=seed)
             except Exception as error:
-                _blame(f"{self.task.name}: reset(seed=...) failed", error)
+                _raise(f"{self.task.name}: reset(seed=...) failed", error)
             observations.append(self._checked(observation))
             _check_alike(self.task, environment)
         return np.stack(observations)
@@ -267,12 +299,12 @@ class _Environments:
         try:
             outcomes = [self.environments[each].step(action) for each, action in zip(episodes, actions, strict=True)]
             observations, rewards, terminated, truncated, _ = zip(*outcomes, strict=True)
-            paid = np.asarray(rewards, np.float32).reshape(len(episodes))  # some pay arrays of one number
+            numbers = np.asarray(rewards, np.float32).reshape(len(episodes))  # some tasks return arrays of size 1
         except Exception as error:
-            _blame(f"{self.task.name}: step failed", error)
+            _raise(f"{self.task.name}: step failed", error)
         return Outcome(
             np.stack([self._checked(each) for each in observations]),
-            paid,
+            numbers,
             np.asarray(terminated, bool),
             np.asarray(truncated, bool),
         )
@@ -285,14 +317,14 @@ class _Environments:
         vector = np.asarray(observation, np.float32)
         if vector.shape != (self.task.observation_size,):
             raise ValueError(
-                f"{self.task.name} gave an observation of shape {vector.shape}, where its space says "
+                f"{self.task.name} gave an observation of shape {vector.shape}, but its space has the shape "
                 f"({self.task.observation_size},)."
             )
         return vector
 
 
 def _clipped(space: Box, actions: np.ndarray, dtype: Any) -> np.ndarray:
-    # A policy that has diverged says NaN, which would bring down more than its own episode.
+    # A diverged policy gives NaN, which some tasks cannot handle: the error would end the other episodes, too.
     return np.clip(np.nan_to_num(actions), space.low, space.high).astype(dtype)
 
 
@@ -308,17 +340,17 @@ def _pool_description(name: str, task_id: str) -> HostTask:
         try:
             spec = envpool.make_spec(task_id)
         except Exception as error:
-            _blame(f"{name} cannot be made", error)
+            _raise(f"{name} cannot be made", error)
         spaces = (spec.gymnasium_observation_space, spec.gymnasium_action_space)
     if spec.config.max_num_players > 1:
-        raise ValueError(f"{name} is a game of {spec.config.max_num_players} players: byzpg takes tasks of one.")
+        raise ValueError(f"{name} has {spec.config.max_num_players} players; byzpg only supports tasks with one.")
     limit = spec.config.max_episode_steps
     return _described(name, *spaces, None if limit >= NO_LIMIT else limit, spec.reward_threshold)
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """EnvPool's own spaces make Gymnasium warn about their precision."""
+    """Ignore warnings: Gymnasium warns about the precision of EnvPool's spaces."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -327,9 +359,9 @@ def _without_warnings() -> Iterator[None]:
 class _Pool:
     """All episodes in one pool of C++ environments, stepped by threads.
 
-    EnvPool seeds environments when it makes them and never after: so every batch of episodes gets a pool of its own, by
-    which an episode depends on its seed alone, and a run can be resumed to the bit. Making the pool takes milliseconds,
-    with MuJoCo two per environment.
+    EnvPool seeds environments only when it makes them. Every batch of episodes therefore gets a new pool, so that an
+    episode depends only on its seed, and a resumed run is equal to the bit. Making a pool takes a few milliseconds;
+    with MuJoCo, it takes two milliseconds per environment.
     """
 
     def __init__(self, task: HostTask) -> None:
@@ -347,7 +379,7 @@ class _Pool:
     def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:
         space = self.task.action_space
         actions = actions.astype(self.dtype) if isinstance(space, Discrete) else _clipped(space, actions, self.dtype)
-        # Given some of its environments, a pool steps those alone.
+        # A pool steps only the environments whose numbers it is given.
         *outcome, info = self.pool.step(actions, episodes.astype(np.int32))
         order = np.argsort(info["env_id"])
         observations, rewards, terminated, truncated = (np.asarray(each)[order] for each in outcome)

@@ -1,4 +1,4 @@
-"""Pendulum-v1 as array arithmetic: swing a pendulum up and hold it there, equal to Gymnasium's step for step."""
+"""Pendulum-v1 in array arithmetic: Gymnasium's task, equal to it step for step as far as float32 allows."""
 
 from dataclasses import dataclass
 from math import pi
@@ -11,12 +11,12 @@ from jax import Array
 from byzpg.envs.spaces import Box
 from byzpg.robust.components import Component
 
-# The numbers of gymnasium.envs.classic_control.pendulum.
+# The constants of gymnasium.envs.classic_control.pendulum.
 GRAVITY = 10.0
 LARGEST_SPEED = 8.0
 LARGEST_TORQUE = 2.0
 TIME_STEP = 0.05
-LARGEST_START = (pi, 1.0)  # of angle and speed, either way
+LARGEST_START = (pi, 1.0)  # of the absolute values of angle and speed
 
 
 class State(NamedTuple):
@@ -28,7 +28,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Pendulum(Component):
-    """Swing up and hold upright with little torque: reward −(angle² + 0.1 speed² + 0.001 torque²), for 200 steps."""
+    """Swing a pendulum up and hold it: reward −(angle² + 0.1 speed² + 0.001 torque²) in each of 200 steps."""
 
     name = "Pendulum-v1"
     observation_size = 3
@@ -39,22 +39,22 @@ class Pendulum(Component):
     has_loops = False
 
     def reset(self, key: Array) -> State:
-        """A first state, uniform in angle and within ±1 in speed; for a batch, vmap over keys."""
+        """A first state: the angle is uniform, the speed uniform in ±1. For a batch, `vmap` over keys."""
         units = jax.random.uniform(key, (2,), jnp.float32, -1, 1)
         return State(*(units * jnp.asarray(LARGEST_START)))
 
     def observe(self, state: State) -> tuple[Array, ...]:
-        """What the agent sees: cosine and sine of the angle, and the speed."""
+        """What the agent sees: the cosine and sine of the angle, and the speed."""
         return jnp.cos(state.angle), jnp.sin(state.angle), state.speed
 
     def step(self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]) -> tuple[State, Array, Array]:
-        """The next state and the reward; it never ends by itself, and no noise is used."""
+        """The next state, the reward, and False: episodes only end at the horizon. `noise` is not used."""
         torque = jnp.clip(action[0], -LARGEST_TORQUE, LARGEST_TORQUE)
-        # The angle's distance from upright: within ±π, whatever its turns.
+        # The angle from upright, without full turns: within ±π.
         turned = state.angle + pi
         from_upright = turned - 2 * pi * jnp.floor(turned / (2 * pi)) - pi
         cost = jnp.square(from_upright) + 0.1 * jnp.square(state.speed) + 0.001 * jnp.square(torque)
-        # A rod of length and mass 1, turning about its end.
+        # The pendulum is a rod of length 1 and mass 1 that turns about its end.
         speed = state.speed + (3 * GRAVITY / 2 * jnp.sin(state.angle) + 3.0 * torque) * TIME_STEP
         speed = jnp.clip(speed, -LARGEST_SPEED, LARGEST_SPEED)
         following = State(state.angle + speed * TIME_STEP, speed)

@@ -1,4 +1,4 @@
-"""The sets actions are taken from."""
+"""Action spaces: the sets from which actions are chosen."""
 
 from dataclasses import dataclass
 
@@ -21,22 +21,22 @@ class Discrete:
 
     @property
     def size(self) -> int:
-        """Numbers per action, and draws that a uniform action takes."""
+        """The number of numbers per action, and of draws that a uniform action takes."""
         return 1
 
     def numbers(self, actions: Array) -> tuple[Array, ...]:
-        """Actions [...] as one array per number."""
+        """Split actions [...] into one array per number."""
         return (actions,)
 
     def uniform(self, unit: Array) -> Array:
-        """Uniform actions [...] from uniform draws [..., 1] in [0, 1)."""
-        # Never num_actions itself: the largest draw below 1 times n rounds to below n, for every n.
+        """Turn uniform draws [..., 1] in [0, 1) into uniform actions [...]."""
+        # The result is never num_actions: for every n, n times the largest float below 1 rounds to less than n.
         return jnp.floor(unit[..., 0] * self.num_actions).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
 class Box:
-    """Vectors of `size` numbers, number i between low[i] and high[i], which may be infinite."""
+    """Vectors of `size` numbers; number i is between low[i] and high[i], which may be infinite."""
 
     size: int
     low: tuple[float, ...]
@@ -50,17 +50,17 @@ class Box:
 
     @property
     def bounded(self) -> bool:
-        """Whether there are uniform actions: in float32, every side has a length."""
+        """Whether uniform actions exist: the length of every side is finite in float32."""
         return all(high - low <= LARGEST for low, high in zip(self.low, self.high, strict=True))
 
     def numbers(self, actions: Array) -> tuple[Array, ...]:
-        """Actions [..., size] as one array [...] per number."""
+        """Split actions [..., size] into one array [...] per number."""
         return tuple(actions[..., i] for i in range(self.size))
 
     def uniform(self, unit: Array) -> Array:
-        """Uniform actions [..., size] from uniform draws [..., size] in [0, 1)."""
+        """Turn uniform draws [..., size] in [0, 1) into uniform actions [..., size]."""
         if not self.bounded:
-            raise ValueError(f"there are no uniform actions without bounds; got {self}.")
+            raise ValueError(f"uniform actions need a space with bounds, got {self}.")
         low, high = (jnp.asarray(limit, unit.dtype) for limit in (self.low, self.high))
         return low + unit * (high - low)
 
