@@ -68,7 +68,7 @@ def _conclude(runs: Mapping[Path, Run]) -> None:
     console.print(runs_table(runs, with_paths=False))
     console.print()
     for directory, run in runs.items():
-        report_diverged(run.diverged, directory)
+        report_diverged(run.diverged, directory, "Try a smaller --step-size, or a cap on the importance weights.")
     _compare(runs)
     plot = path / "curves.png"
     solved = envs.make(settings.env).reward_threshold

@@ -79,11 +79,10 @@ def summary_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
     return table
 
 
-def report_diverged(seeds: Sequence[int], where: object) -> None:
+def report_diverged(seeds: Sequence[int], where: object, advice: str = "") -> None:
     """Name the seeds of a run whose parameters are no longer finite."""
     if seeds:
-        listed = ", ".join(map(str, seeds))
-        say(f"Diverged: seed {listed} of {where}. Try a smaller --step-size, or a cap on the importance weights.")
+        say(f"Diverged: seed {', '.join(map(str, seeds))} of {where}. {advice}".rstrip())
 
 
 def spread(values: np.ndarray) -> str:

@@ -421,7 +421,7 @@ def _draw_tolerance(axes: Axes, panel: Panel, runs: Mapping[str, Result], colour
     for cell in {cell.label: cell for cell in panel.cells}.values():
         if tolerated := runs[cell.run].settings.num_byzantine:
             axes.axvline(tolerated + 0.5, color=colours[cell.label], linestyle=":", linewidth=1.4)
-    axes.set_xlabel("number of attackers; dotted: the tolerated number f")
+    axes.set_xlabel("number of attackers (dotted line: f)")
     _return_axis(axes, panel)
 
 
