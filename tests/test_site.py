@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = (
@@ -211,12 +211,14 @@ def troubles(page: Page) -> Iterator[str]:
 
 def test_light_and_dark_can_be_switched_and_the_search_finds_a_rule(browser: Browser, server: str) -> None:
     page = browser.new_page(viewport=DESKTOP, color_scheme="light")  # pyright: ignore[reportArgumentType]
+    page.set_default_timeout(120_000)  # a busy machine takes its time
     page.goto(server)
-    body = page.locator("body")
-    assert body.get_attribute("data-md-color-scheme") == "default"
+    assert page.locator("body").get_attribute("data-md-color-scheme") == "default"
+    # Once the search is ready, so are the page's other scripts: an earlier click would be lost.
+    expect(page.locator(".md-search-result__meta")).to_have_text("Type to start searching", timeout=120_000)
     page.get_by_title("Switch to dark mode").click()
     page.wait_for_selector('body[data-md-color-scheme="slate"]')
-    page.get_by_placeholder("Search").fill("geometric median")
+    page.get_by_placeholder("Search").press_sequentially("geometric median")  # the search listens to keys
     page.wait_for_selector(".md-search-result__link")
     page.close()
 
