@@ -53,7 +53,7 @@ class Reproduce:
         if follows_another_process(self.hardware):
             return
         self._check()
-        scope = Scope(self.preset, self.seeds, self.seed, self.trajectories)
+        scope = Scope(preset=self.preset, num_seeds=self.seeds, seed=self.seed, trajectories=self.trajectories)
         planned = grid(self.names, scope, self.task)
         directories = planned.create_runs(self.directory / "runs")
         started_before = any((directory / "checkpoint.npz").is_file() for directory in directories)

@@ -130,10 +130,17 @@ class _Builder:
         return Cell(label, name, at)
 
 
+class _TextBuilder(_Builder):
+    """Builds experiments without the settings of their runs."""
+
+    def cell(self, label: str, at: str | int | None = None, **options: Any) -> Cell:
+        return Cell(label, "", at)
+
+
 # The paper's figures
 
 
-def _speedup(build: _Builder, algorithm: str, name: str, key: str) -> Experiment:
+def _speedup(build: _Builder, *, algorithm: str, name: str, key: str) -> Experiment:
     def panel(title: str, env: str) -> Panel:
         alone = build.cell("PAGE-PG K=1", env=env, algorithm="PAGE-PG")
         others = (
@@ -151,7 +158,7 @@ def _speedup(build: _Builder, algorithm: str, name: str, key: str) -> Experiment
     )
 
 
-def _attacks(build: _Builder, robust: str, plain: str, env: str, name: str, key: str) -> Experiment:
+def _attacks(build: _Builder, *, robust: str, plain: str, env: str, name: str, key: str) -> Experiment:
     def panel(attack: str) -> Panel:
         cells = (
             build.cell("PAGE-PG K=1 α=0", env=env, algorithm="PAGE-PG"),
@@ -337,18 +344,21 @@ def _agreement(build: _Builder) -> Experiment:
     )
 
 
+_DECENTRALIZED: dict[str, Any] = {"robust": "DecByzPG", "plain": "Dec-PAGE-PG"}
+_CENTRALIZED: dict[str, Any] = {"robust": "ByzPG", "plain": "Fed-PAGE-PG"}
+# `key` is the name of the figure in published_curves.json.
 EXPERIMENTS: dict[str, Callable[[_Builder], Experiment]] = {
-    "fig1": lambda build: _speedup(build, "DecByzPG", "fig1", "fig1_speedup_decbyzpg"),
+    "fig1": lambda build: _speedup(build, algorithm="DecByzPG", name="fig1", key="fig1_speedup_decbyzpg"),
     "fig2": lambda build: _attacks(
-        build, "DecByzPG", "Dec-PAGE-PG", CARTPOLE, "fig2", "fig2_cartpole_attacks_decbyzpg"
+        build, env=CARTPOLE, name="fig2", key="fig2_cartpole_attacks_decbyzpg", **_DECENTRALIZED
     ),
     "fig3": lambda build: _attacks(
-        build, "DecByzPG", "Dec-PAGE-PG", LUNARLANDER, "fig3", "fig3_lunarlander_attacks_decbyzpg"
+        build, env=LUNARLANDER, name="fig3", key="fig3_lunarlander_attacks_decbyzpg", **_DECENTRALIZED
     ),
-    "fig4": lambda build: _speedup(build, "ByzPG", "fig4", "fig4_speedup_byzpg"),
-    "fig5": lambda build: _attacks(build, "ByzPG", "Fed-PAGE-PG", CARTPOLE, "fig5", "fig5_cartpole_attacks_byzpg"),
+    "fig4": lambda build: _speedup(build, algorithm="ByzPG", name="fig4", key="fig4_speedup_byzpg"),
+    "fig5": lambda build: _attacks(build, env=CARTPOLE, name="fig5", key="fig5_cartpole_attacks_byzpg", **_CENTRALIZED),
     "fig6": lambda build: _attacks(
-        build, "ByzPG", "Fed-PAGE-PG", LUNARLANDER, "fig6", "fig6_lunarlander_attacks_byzpg"
+        build, env=LUNARLANDER, name="fig6", key="fig6_lunarlander_attacks_byzpg", **_CENTRALIZED
     ),
     "ablation": _ablation,
     "speedup": _many,
@@ -357,6 +367,16 @@ EXPERIMENTS: dict[str, Callable[[_Builder], Experiment]] = {
     "rotating": _rotating,
     "agreement": _agreement,
 }
+
+
+def texts(name: str) -> tuple[str, str] | None:
+    """The title and the question of an experiment; None if there is no experiment of that name."""
+    if name not in EXPERIMENTS:
+        return None
+    experiment = EXPERIMENTS[name](_TextBuilder(Scope()))
+    return experiment.title, experiment.question
+
+
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6")
 # Names for several experiments at once, and the task to which their panels are narrowed.
 COLLECTIONS: dict[str, tuple[Sequence[str], str | None]] = {

@@ -16,7 +16,7 @@ import numpy as np
 
 from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
-from byzpg.experiments.paper import Cell, Experiment, Grid, Panel
+from byzpg.experiments.paper import Cell, Experiment, Grid, Panel, texts
 from byzpg.experiments.statistics import even_grid, smooth_on_grid
 from byzpg.runs import Run
 
@@ -24,8 +24,8 @@ NUM_CELLS = 160
 # The metrics that are kept.
 KEPT = ("return_mean", "byzantine_weight", "diameter_before", "diameter_after")
 FORMAT = 1
-# Words in the experiments of files that byzpg 0.1 wrote, and today's words for them.
-OLD_WORDS = {"liars": "attackers", " declared": ""}
+# What the labels in files of byzpg 0.1 had in addition.
+OLD_WORD = " declared"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,19 +114,15 @@ class Results:
 
 
 def _experiment(data: dict[str, Any]) -> Experiment:
-    def present(text: str) -> str:
-        for old, new in OLD_WORDS.items():
-            text = text.replace(old, new)
-        return text
-
     panels = [
         Panel(
             panel["title"],
             panel["task"],
-            tuple(Cell(**{**cell, "label": present(cell["label"])}) for cell in panel["cells"]),
+            tuple(Cell(**{**cell, "label": cell["label"].removesuffix(OLD_WORD)}) for cell in panel["cells"]),
             tuple(panel["published"]) if panel["published"] else None,  # pyright: ignore[reportArgumentType]
         )
         for panel in data["panels"]
     ]
-    title, question = present(data["title"]), present(data["question"])
+    # An older version may have worded them in another way.
+    title, question = texts(data["name"]) or (data["title"], data["question"])
     return Experiment(data["name"], title, question, data["kind"], tuple(panels))
