@@ -302,7 +302,7 @@ def test_initial_parameters_are_uniform_within_their_bounds() -> None:
 
 def test_auto_chooses_the_policy_that_fits() -> None:
     box = Box(2, (-1.0, -1.0), (1.0, 1.0))
-    network: dict[str, Any] = {"hidden": (8,), "activation": "tanh", "output_tanh": True, "initialization": "script"}
+    network: dict[str, Any] = {"hidden": (8,), "activation": "tanh", "output_tanh": True}
     for kind in ("auto", "categorical"):
         assert policy_for(kind, 4, Discrete(3), **network) == CategoricalMLP(4, **network, num_actions=3)
     for kind in ("auto", "gaussian"):

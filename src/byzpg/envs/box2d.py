@@ -67,9 +67,9 @@ def smallest(values: Sequence[Array], items: Sequence[Any] | None = None) -> tup
 
 
 class Face(NamedTuple):
-    """A face of a polygon, from its corner number `index` to the next corner."""
+    """A face of a polygon, from its corner of the same number to the next corner."""
 
-    index: int
+    number: int
     corner: Point
     normal: Point  # outward
 
@@ -236,7 +236,7 @@ def collide(shape: Shape, pose: Pose, edge: Edge) -> Manifold:
     # 32 × face… a point on a face of the polygon. Two keys are equal where Box2D's are.
     start_key, end_key = jnp.where(below, 8.0, 16.0), jnp.where(below, 16.0, 8.0)
     points = choose(on_body, (local.start, local.end), (incident.corner, beyond.corner))
-    keys = choose(on_body, (32.0 * face.index, 32.0 * face.index), (incident.index + 0.0, beyond.index + 0.0))
+    keys = choose(on_body, (32.0 * face.number, 32.0 * face.number), (incident.number + 0.0, beyond.number + 0.0))
     reference = choose(
         on_body,
         (face.corner, after.corner),
@@ -244,12 +244,12 @@ def collide(shape: Shape, pose: Pose, edge: Edge) -> Manifold:
     )
     normal = choose(on_body, face.normal, facing)
     across = (normal[1], -normal[0])
-    new_key = jnp.where(on_body, 33.0 * face.index, keys[0] + start_key)
+    new_key = jnp.where(on_body, 33.0 * face.number, keys[0] + start_key)
     points, keys, first_part = clip_segment(
         points, keys, normal=across, offset=dot(across, reference[0]), new_key=new_key
     )
     points, keys = computed_once((points, keys))
-    new_key = jnp.where(on_body, 32.0 * face.index + after.index, keys[0] - 8.0 * jnp.floor(keys[0] / 8.0) + end_key)
+    new_key = jnp.where(on_body, 32.0 * face.number + after.number, keys[0] - 8.0 * jnp.floor(keys[0] / 8.0) + end_key)
     across = times(-1.0, across)
     points, keys, second_part = clip_segment(
         points, keys, normal=across, offset=dot(across, reference[1]), new_key=new_key
@@ -358,25 +358,19 @@ def warm_started(shape: Shape, constraint: ContactConstraint, impulses: Impulses
     return velocity.pushed(shape, impulse, dot(constraint.normal_arms, (a, b)) + dot(constraint.tangent_arms, (c, d)))
 
 
-def solve_contact_velocity(
-    shape: Shape, constraint: ContactConstraint, impulses: Impulses, velocity: Velocity
-) -> tuple[Impulses, Velocity]:
-    """One round of the velocity solver: friction at each point, then both normal impulses at once (b2ContactSolver)."""
-    normal, tangent = constraint.normal, (constraint.normal[1], -constraint.normal[0])
-    along, away, spin = dot(velocity.linear, tangent), dot(velocity.linear, normal), velocity.spin
-    friction = []
-    for arm, resistance, pressure, old in zip(
-        constraint.tangent_arms, constraint.tangent_resistance, impulses.normal, impulses.tangent, strict=True
-    ):
-        limit = shape.friction * pressure
-        new = jnp.clip(old - (along + spin * arm) / resistance, -limit, limit)
-        along, spin = along + (new - old) / shape.mass, spin + (new - old) * arm / shape.inertia
-        friction.append(new)
-    rubbed = friction[0] - impulses.tangent[0] + friction[1] - impulses.tangent[1]
+def normal_impulses(constraint: ContactConstraint, old: Pair, away: Array, spin: Array) -> Pair:
+    """The normal impulses that stop both points of a contact from approaching the edge.
 
-    # The normal impulses solve a linear complementarity problem. Its cases: both points push, only the first pushes,
-    # only the second pushes, or none does.
-    (one, other), (old_one, old_other) = constraint.normal_arms, impulses.normal
+    They solve a linear complementarity problem by cases: both points push, only the first pushes, only the second
+    pushes, or none does.
+
+    Args:
+        constraint: The contact.
+        old: The impulses of the previous round.
+        away: The velocity along the normal.
+        spin: The angular velocity.
+    """
+    (one, other), (old_one, old_other) = constraint.normal_arms, old
     k_one, k_mixed, k_other = constraint.stiffness
     left_one = away + spin * one - (k_one * old_one + k_mixed * old_other)
     left_other = away + spin * other - (k_mixed * old_one + k_other * old_other)
@@ -399,6 +393,27 @@ def solve_contact_velocity(
         both[1],
         jnp.where(first_pushes, 0.0, jnp.where(second_pushes, second, jnp.where(none_push, 0.0, old_other))),
     )
+    return new_one, new_other
+
+
+def solve_contact_velocity(
+    shape: Shape, constraint: ContactConstraint, impulses: Impulses, velocity: Velocity
+) -> tuple[Impulses, Velocity]:
+    """One round of the velocity solver: friction at each point, then both normal impulses at once (b2ContactSolver)."""
+    normal, tangent = constraint.normal, (constraint.normal[1], -constraint.normal[0])
+    along, away, spin = dot(velocity.linear, tangent), dot(velocity.linear, normal), velocity.spin
+    friction = []
+    for arm, resistance, pressure, old in zip(
+        constraint.tangent_arms, constraint.tangent_resistance, impulses.normal, impulses.tangent, strict=True
+    ):
+        limit = shape.friction * pressure
+        new = jnp.clip(old - (along + spin * arm) / resistance, -limit, limit)
+        along, spin = along + (new - old) / shape.mass, spin + (new - old) * arm / shape.inertia
+        friction.append(new)
+    rubbed = friction[0] - impulses.tangent[0] + friction[1] - impulses.tangent[1]
+
+    (one, other), (old_one, old_other) = constraint.normal_arms, impulses.normal
+    new_one, new_other = normal_impulses(constraint, impulses.normal, away, spin)
     more_one, more_other = new_one - old_one, new_other - old_other
     spin = spin + (one * more_one + other * more_other) / shape.inertia
     impulse = plus(times(more_one + more_other, normal), times(rubbed, tangent))

@@ -457,23 +457,12 @@ def step_world(
     stopped = choose(asleep, jax.tree.map(jnp.zeros_like, velocities.hull), velocities.hull)
     moved_hull = moved_hull._replace(velocity=stopped)
     if airborne:
-        moved_legs = tuple(
-            Leg(
-                body=body,
-                hinge=motion.hinge,
-                contacts=leg.contacts,
-                ages=ages,
-                box=updated_box(leg.box, leg.body.pose, body.pose),
-                grounded=leg.grounded,
-            )
-            for leg, body, motion, ages in zip(
-                legs, bodies, velocities.legs, [nearby_edges(ground, leg)[1] for leg in legs], strict=True
-            )
-        )
-        return Stepped(moved_hull, (moved_legs[0], moved_legs[1]), jnp.zeros_like(active), asleep)
+        moved_legs = legs_in_flight(ground, legs, bodies, velocities)
+        return Stepped(moved_hull, moved_legs, jnp.zeros_like(active), asleep)
     awake = active & ~asleep
     crashed = hull_crashes(loops, ground, hull.pose, moved_hull.pose, awake)
-    return Stepped(moved_hull, legs_after_impacts(loops, legs, bodies, velocities, contacts, awake), crashed, asleep)
+    moved_legs = legs_after_impacts(loops, legs, bodies, velocities, contacts, awake)
+    return Stepped(moved_hull, moved_legs, crashed, asleep)
 
 
 def at_start(
@@ -523,6 +512,23 @@ def solve_positions(
         chunk=CHUNK,
     )
     return poses
+
+
+def legs_in_flight(
+    ground: Ground, legs: tuple[Leg, Leg], bodies: Sequence[Body], velocities: Velocities
+) -> tuple[Leg, Leg]:
+    """The legs at the end of a step in which they do not touch the ground."""
+    ages = tuple(nearby_edges(ground, leg)[1] for leg in legs)
+    results = tuple(
+        leg._replace(
+            body=body,
+            hinge=motion.hinge,
+            ages=age,
+            box=updated_box(leg.box, leg.body.pose, body.pose),
+        )
+        for leg, body, motion, age in zip(legs, bodies, velocities.legs, ages, strict=True)
+    )
+    return results[0], results[1]
 
 
 def legs_after_impacts(

@@ -230,8 +230,9 @@ def play_in_loop(setup: Setup, agents: Agents, ongoing: Ongoing, inputs: StepInp
         observations = jnp.stack(env.observe(ongoing.state), axis=-1)
         outputs = jax.vmap(policy.outputs)(agents.weights, observations)
         actions = jax.vmap(policy.choose)(agents.weights, outputs, noise[..., : policy.noise_size])
-        for attack, mask in zip(setup.action_attacks, agents.action_attackers, strict=True):
-            actions = where_agents(mask, attack.act(actions, uniform_actions), actions)
+        if uniform_actions is not None:
+            for attack, mask in zip(setup.action_attacks, agents.action_attackers, strict=True):
+                actions = where_agents(mask, attack.act(actions, uniform_actions), actions)
         for_env = tuple(noise[..., i] for i in range(policy.noise_size, noise.shape[-1]))
         ongoing, rewards = ongoing.stepped(setup, env.action_space.numbers(actions), for_env, time)
         return ongoing, Transitions(observations, actions, outputs, rewards)
