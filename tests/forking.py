@@ -175,7 +175,8 @@ if __name__ == "__main__":
 
     import byzpg.cli.live
     import byzpg.live.member
-    import byzpg.live.monitor  # noqa: F401
+    import byzpg.live.monitor
+    import byzpg.training  # noqa: F401
     from byzpg.cli.console import console, errors
 
     if (asked := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:

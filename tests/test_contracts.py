@@ -1,4 +1,4 @@
-"""What every aggregation and agreement rule promises: one table per family lists the claims, and the tests check them.
+"""What every aggregation and agreement rule promises: `rule_table` lists the claims, and these tests check them.
 
 A claim is tested both ways: a rule that makes it must keep it, and a rule that does not must be seen to break it. So
 every test here has its negative control. Golden values, and what holds without faults, are in test_aggregators.py.
@@ -7,7 +7,7 @@ every test here has its negative control. Golden values, and what holds without 
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,86 +15,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rule_table import AGGREGATORS, AGREEMENTS, CONVEX, KEY, OWN, Case, D, K
 
 from byzpg.robust import aggregators, agreement, rules
 from byzpg.robust.aggregators import (
     ARC,
-    CAF,
     MDA,
     NNM,
     RFA,
     Aggregator,
     Bucketing,
-    Bulyan,
     CenteredClipping,
     Clipping,
     Krum,
-    MeaMed,
     Mean,
     Median,
     MoNNA,
-    MultiKrum,
     PreAggregator,
-    TrimmedMean,
 )
-from byzpg.robust.agreement import GDA, Agreement, NoAgreement, TrimmedMeanAgreement
+from byzpg.robust.agreement import GDA, Agreement
 
-K, D, OWN = 13, 5, 4  # rows, columns, the receiver's own row
-KEY = jax.random.key(7)
 ALL_ROWS = np.ones(K, bool)
 
-
-@dataclass(frozen=True)
-class Case:
-    rule: Any  # an Aggregator or Agreement
-    f: int
-    tolerates: Callable[[int, int], bool]  # f Byzantine rows of K
-    weights: str | None = None  # "sum to 1"; "at most 1" (the origin has the rest); None: not a weighted mean
-    permutes: bool = True  # the order of the rows does not matter
-    translates: bool = True  # F(x + c) = F(x) + c
-    agrees: str = "exactly"  # identical rows come back; "up to rounding"; or "no"
-    robust: bool = True  # the error stays within a constant times the honest spread, wherever the attackers are
-
-    def __str__(self) -> str:
-        return f"{self.rule} f={self.f}"
-
-
-CONVEX, SHRUNK, ROUNDED = "sum to 1", "at most 1", "up to rounding"
-ANY, HALF, QUARTER, FIFTH = (lambda k, f, part=part: part * f < k for part in (1, 2, 4, 5))
-MULTI_KRUM, BULYAN = (lambda k, f, part=part: k >= part * f + 3 or f == 0 for part in (2, 4))
-
-AGGREGATORS = [
-    Case(Mean(), 3, ANY, CONVEX, robust=False),
-    Case(Median(), 3, HALF),
-    Case(TrimmedMean(), 3, HALF, agrees=ROUNDED),
-    Case(MeaMed(), 3, HALF, agrees=ROUNDED),
-    Case(Bulyan(), 2, BULYAN, permutes=False, agrees=ROUNDED),  # its last picks tie by construction
-    Case(Krum(), 3, QUARTER, CONVEX),
-    Case(MultiKrum(neighbours="original"), 3, MULTI_KRUM, CONVEX),
-    Case(RFA(), 3, HALF, CONVEX),
-    Case(RFA(smoothing=0.1, max_iterations=2, tolerance=0.0, start="zero"), 3, HALF, CONVEX, translates=False),
-    Case(MDA(), 3, HALF, CONVEX),
-    Case(MoNNA(), 3, HALF, CONVEX),
-    Case(MoNNA(pivot=OWN), 3, HALF, CONVEX, permutes=False),
-    Case(CenteredClipping(), 3, HALF, CONVEX),
-    Case(CenteredClipping(radius=2.0, iterations=5, start="zero"), 3, HALF, SHRUNK, translates=False, agrees="no"),
-    Case(CAF(), 3, HALF, CONVEX),
-    Case(Bucketing(RFA(), size=2), 3, lambda k, f: HALF(-(-k // 2), f), CONVEX, permutes=False),
-    Case(Bucketing(TrimmedMean()), 2, HALF, permutes=False),
-    Case(NNM(MultiKrum()), 3, MULTI_KRUM, CONVEX),
-    Case(NNM(Median()), 3, HALF),
-    Case(ARC(MultiKrum()), 3, MULTI_KRUM, SHRUNK, translates=False),
-    Case(ARC(MeaMed()), 3, HALF, translates=False, agrees=ROUNDED),
-    Case(Clipping(Krum(), threshold=2.0), 3, QUARTER, SHRUNK, translates=False, agrees="no"),
-    Case(Clipping(Median(), threshold=2.0), 3, HALF, translates=False, agrees="no"),
-]
-
-AGREEMENTS = [
-    Case(agreement.MDA(), 3, QUARTER, CONVEX),
-    Case(GDA(), 2, FIFTH, CONVEX),
-    Case(TrimmedMeanAgreement(), 3, QUARTER, agrees=ROUNDED),
-    Case(NoAgreement(), 3, ANY, CONVEX),
-]
 
 every_rule = pytest.mark.parametrize("case", AGGREGATORS + AGREEMENTS, ids=str)
 

@@ -93,7 +93,7 @@ def test_no_two_names_of_a_family_are_alike_and_each_is_explained(family: str) -
 
 
 def test_summary() -> None:
-    assert summary(AvgZero) == "−(1/b) Σ_honest x: the plain mean of all vectors becomes zero (Jordan et al. 2024)."
+    assert summary(AvgZero).endswith("(Jordan et al. 2024).")
     assert summary(MDA).startswith("Minimum-diameter averaging")
     assert "\n" not in summary(MDA)
 

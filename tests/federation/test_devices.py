@@ -134,7 +134,7 @@ def test_two_processes_stop_and_go_on_as_one(tmp_path: Path) -> None:
     directory = tmp_path / "at-0" / "run"
     pair = Pair(tmp_path, "train", "--config", "config.json", "--directory", "run", "--no-compare", interrupted=True)
     assert pair.end() == [130, 0], pair.said()
-    assert "To go on from here" in pair.said()[0]
+    assert "Continue with" in pair.said()[0]
     halfway = training.load(directory)
     assert not halfway.complete
 

@@ -4,160 +4,34 @@ Non-finite and oversized rows, mutation of the input, jit, vmap and robustness: 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Any
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
-import jax
 import numpy as np
 import pytest
 import twins
 from hypothesis import given, settings
+from rule_table import AGGREGATORS, AGREEMENTS, KEY, OWN, VARIANTS, Case, D, K
 
-from byzpg.robust import agreement
 from byzpg.robust.aggregators import (
-    ARC,
-    CAF,
     MDA,
-    NNM,
     RFA,
     Aggregator,
-    Bucketing,
-    Bulyan,
-    CenteredClipping,
-    Clipping,
     Krum,
     MeaMed,
-    Mean,
     Median,
     MoNNA,
     MultiKrum,
     TrimmedMean,
 )
-from byzpg.robust.agreement import GDA, Agreement, NoAgreement, TrimmedMeanAgreement
+from byzpg.robust.agreement import GDA, Agreement
 
-K, D, OWN = 13, 5, 4
 FEW = 7  # rows without faults: the fewer, the faster to compile
-KEY = jax.random.key(7)
 
-Twin = Callable[..., np.ndarray]  # twin(received, f, present)
-
-
-def monna_from_krum(received: np.ndarray, f: int, present: np.ndarray | None = None) -> np.ndarray:
-    """MoNNA around Krum's choice, where no row is known to be the receiver's own."""
-    rows, f, _ = twins.present_rows(received, f, present)
-    return twins.monna(rows, f, pivot=int(np.argmin(twins.krum_scores(rows, len(rows) - f))))
-
-
-def after(change: Callable[[np.ndarray, int], np.ndarray], inner: Twin) -> Twin:
-    """A pre-aggregator: the inner twin on the changed usable rows."""
-
-    def twin(received: np.ndarray, f: int, present: np.ndarray | None = None) -> np.ndarray:
-        rows, f, _ = twins.present_rows(received, f, present)
-        return inner(change(rows, f), f)
-
-    return twin
-
-
-@cache
-def shuffled(num_rows: int) -> np.ndarray:
-    return np.asarray(jax.random.permutation(KEY, num_rows))
-
-
-def in_buckets(size: Callable[[int, int], int], inner: Twin) -> Twin:
-    """Buckets of size(K, f) rows, shuffled as Bucketing shuffles them; missing rows are left out of their bucket."""
-
-    def twin(received: np.ndarray, f: int, present: np.ndarray | None = None) -> np.ndarray:
-        _, _, usable = twins.present_rows(received, f, present)
-        order = shuffled(len(received))
-        width = size(len(received), f)
-        groups = [np.intersect1d(order[i : i + width], usable) for i in range(0, len(order), width)]
-        missing = np.full((1, received.shape[1]), np.nan)
-        return inner(np.array([(received[group] if len(group) else missing).mean(axis=0) for group in groups]), f)
-
-    return twin
-
-
-@dataclass(frozen=True)
-class Golden:
-    rule: Aggregator | Agreement
-    twin: Twin
-    f: int = 3  # of 13 rows
-    tolerance: float = 1e-4  # relative to the scale of the rows
-    reach: float = np.inf  # or to this, where no result is longer
-    ties: bool = True  # defined when rows tie
-    mean_at_zero: bool = True  # f = 0 is the mean
-
-    def __str__(self) -> str:
-        return f"{self.rule} f={self.f}"
-
-
-def with_options(twin: Twin, **options: Any) -> Twin:
-    return lambda received, f, present=None: twin(received, f, present, **options)
-
-
-def at_own(twin: Twin) -> Twin:
-    return lambda received, f, present=None: twin(received, OWN, f, present)
-
-
-def largest_size_for_trimmed_mean(num_rows: int, f: int) -> int:
-    """The most rows per bucket that leave more than 2f buckets."""
-    return max(size for size in range(1, num_rows + 1) if -(-num_rows // size) > 2 * f)
-
-
-def clipped_to_2(rows: np.ndarray, f: int) -> np.ndarray:
-    return twins.clip(rows, 2)
-
-
-geometric_median = with_options(twins.rfa, tolerance=1e-10)  # RFA stops at steps of 1e-5: good to 1e-3
-reference = with_options(twins.rfa, smoothing=0.1, max_iterations=8, tolerance=0, start="zero")
-two_steps = with_options(twins.rfa, smoothing=0.1, max_iterations=2, tolerance=0, start="zero")
-clipped_from_medoid = with_options(twins.centered_clipping, radius=1.0, iterations=3, start="medoid")
-clipped_from_zero = with_options(twins.centered_clipping, radius=2.0, iterations=5, start="zero")
-
-GOLDEN = [
-    Golden(Mean(), twins.mean),
-    Golden(Median(), twins.median, mean_at_zero=False),
-    Golden(TrimmedMean(), twins.trimmed_mean),
-    Golden(MeaMed(), twins.meamed),
-    Golden(Bulyan(), twins.bulyan, f=2),
-    Golden(Krum(), twins.krum, mean_at_zero=False),
-    Golden(Krum(neighbours="original"), with_options(twins.krum, neighbours="original"), mean_at_zero=False),
-    Golden(MultiKrum(), twins.multi_krum),
-    Golden(MultiKrum(neighbours="original"), with_options(twins.multi_krum, neighbours="original")),
-    Golden(RFA(), geometric_median, tolerance=1e-3, mean_at_zero=False),
-    Golden(RFA.reference(), reference, mean_at_zero=False),
-    Golden(RFA(smoothing=0.1, max_iterations=2, tolerance=0.0, start="zero"), two_steps, mean_at_zero=False),
-    Golden(MDA(), twins.mda),  # by the table of subsets
-    Golden(MDA(), twins.mda, f=5),  # by search
-    Golden(MoNNA(), monna_from_krum),
-    Golden(MoNNA(pivot=OWN), with_options(twins.monna, pivot=OWN)),
-    Golden(CenteredClipping(), clipped_from_medoid, mean_at_zero=False),
-    Golden(CenteredClipping(radius=2.0, iterations=5, start="zero"), clipped_from_zero, reach=10, mean_at_zero=False),
-    Golden(CAF(), twins.caf, ties=False),  # of two directions of equal variance, either may come first
-    Golden(
-        Bucketing(RFA(), size=2),
-        in_buckets(lambda k, f: 2, geometric_median),
-        tolerance=1e-3,
-        mean_at_zero=False,
-    ),
-    Golden(Bucketing(TrimmedMean()), in_buckets(largest_size_for_trimmed_mean, twins.trimmed_mean), f=2),
-    Golden(NNM(MultiKrum()), after(twins.nnm, twins.multi_krum), ties=False),  # mixed rows tie in exact arithmetic only
-    Golden(NNM(Median()), after(twins.nnm, twins.median)),
-    Golden(ARC(MultiKrum()), after(twins.arc, twins.multi_krum), ties=False),
-    Golden(ARC(MeaMed()), after(twins.arc, twins.meamed)),
-    Golden(Clipping(Krum(), threshold=2.0), after(clipped_to_2, twins.krum), reach=2, ties=False, mean_at_zero=False),
-    Golden(Clipping(Median(), threshold=2.0), after(clipped_to_2, twins.median), reach=2, mean_at_zero=False),
-    Golden(agreement.MDA(), at_own(twins.agree_mda)),
-    Golden(GDA(), at_own(twins.agree_gda), f=2),
-    Golden(TrimmedMeanAgreement(), at_own(twins.agree_trimmed_mean)),
-    Golden(NoAgreement(), at_own(twins.agree_none), mean_at_zero=False),
-]
-
-every_rule = pytest.mark.parametrize("golden", GOLDEN, ids=str)
+EVERY_CASE = [*AGGREGATORS, *AGREEMENTS, *VARIANTS]
+every_rule = pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 
 
 def call(rule: Aggregator | Agreement, rows: Any, f: int, present: Any = None, weights: bool = False) -> np.ndarray:
@@ -169,12 +43,12 @@ def call(rule: Aggregator | Agreement, rows: Any, f: int, present: Any = None, w
 
 @every_rule
 @pytest.mark.parametrize("faultless", [False, True], ids=[f"{K=}", "f=0"])
-def test_twin(golden: Golden, faultless: bool):
+def test_twin(case: Case, faultless: bool):
     """Clouds at three scales, with up to three missing rows, without and with an attacker far away in the first row.
 
     With f rows missing, a rule is the same rule with f = 0 on the others: twins drop them.
     """
-    num_rows, f = (FEW, 0) if faultless else (K, golden.f)
+    num_rows, f = (FEW, 0) if faultless else (K, case.f)
     rng = np.random.default_rng(num_rows)
     for _, scale, missing, far in product(range(4), (1e-3, 1, 1e4), ([], [2], [6, 2], [9, 2, 6]), (False, True)):
         if len(missing) + far > f:
@@ -187,32 +61,32 @@ def test_twin(golden: Golden, faultless: bool):
         present = np.ones(num_rows, bool)
         present[missing[:1]] = False  # one is masked,
         rows[missing[1:]] = np.nan  # the others are not finite
-        result, expected = call(golden.rule, rows, f, present), golden.twin(rows, f, present)
+        result, expected = call(case.rule, rows, f, present), case.twin(rows, f, present)
         where = f"scale {scale:g}, missing {missing}, far attacker {far}"
-        slack = golden.tolerance * min(scale, golden.reach)
-        np.testing.assert_allclose(result, expected, golden.tolerance, slack, err_msg=where)
+        slack = case.tolerance * min(scale, case.reach)
+        np.testing.assert_allclose(result, expected, case.tolerance, slack, err_msg=where)
 
 
 @every_rule
-def test_no_faults_is_the_mean(golden: Golden):
+def test_no_faults_is_the_mean(case: Case):
     rng = np.random.default_rng(6)
     rows = rng.normal(size=(FEW, D)) + rng.normal(size=D)
     rows[1:3] *= 4
     rows = rows.astype(np.float32)
-    result = call(golden.rule, rows, 0)
+    result = call(case.rule, rows, 0)
     assert np.all(np.isfinite(result))
-    assert np.allclose(result, rows.mean(axis=0), rtol=1e-5, atol=1e-5) == golden.mean_at_zero
+    assert np.allclose(result, rows.mean(axis=0), rtol=1e-5, atol=1e-5) == case.mean_at_zero
 
 
-@pytest.mark.parametrize("golden", [golden for golden in GOLDEN if golden.ties], ids=str)
-def test_twin_on_integers_with_ties(golden: Golden):
+@pytest.mark.parametrize("case", [case for case in EVERY_CASE if case.ties], ids=str)
+def test_twin_on_integers_with_ties(case: Case):
     for seed in range(10):
         rng = np.random.default_rng(seed)
         rows = rng.integers(0, 2 + seed % 3, size=(K, D)).astype(np.float32)
         present = np.arange(K) != (8 if seed % 2 else -1)
-        expected = golden.twin(rows, golden.f, present)
-        result = call(golden.rule, rows, golden.f, present)
-        np.testing.assert_allclose(result, expected, golden.tolerance, golden.tolerance, err_msg=f"{seed=}")
+        expected = case.twin(rows, case.f, present)
+        result = call(case.rule, rows, case.f, present)
+        np.testing.assert_allclose(result, expected, case.tolerance, case.tolerance, err_msg=f"{seed=}")
 
 
 def chosen_by_krum(rows: np.ndarray, f: int, count: int) -> np.ndarray:

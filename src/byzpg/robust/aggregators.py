@@ -25,6 +25,28 @@ from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.order_statistics import ascending, kth_smallest, smallest, sum_of_smallest
 from byzpg.robust.rules import Rule, WeightedRule, apply_rule
 
+__all__ = [
+    "ARC",
+    "CAF",
+    "MDA",
+    "NNM",
+    "RFA",
+    "Aggregator",
+    "Bucketing",
+    "Bulyan",
+    "CenteredClipping",
+    "Clipping",
+    "Krum",
+    "MeaMed",
+    "Mean",
+    "Median",
+    "MoNNA",
+    "MultiKrum",
+    "PreAggregator",
+    "TrimmedMean",
+    "WeightedAggregator",
+]
+
 
 class Aggregator(Rule):
     """An aggregation rule: it turns the K vectors that were received into one.

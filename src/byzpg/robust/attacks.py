@@ -26,6 +26,35 @@ from byzpg.robust.geometry import Cloud, dot, squared_distances
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.rules import Rule
 
+__all__ = [
+    "ALIE",
+    "IPM",
+    "Attack",
+    "AvgZero",
+    "Dissensus",
+    "Equivocate",
+    "FixedSet",
+    "Knowledge",
+    "LargeNoise",
+    "MDAFooling",
+    "MessageAttack",
+    "Mimic",
+    "MinMax",
+    "MinSum",
+    "NoAttack",
+    "NonFinite",
+    "OptimalALIE",
+    "OptimalIPM",
+    "RandomAction",
+    "RandomReward",
+    "RewardFlip",
+    "RotatingSet",
+    "SignFlip",
+    "Silent",
+    "Zero",
+]
+
+
 Target = Literal["gradients", "parameters", "both"]
 
 
