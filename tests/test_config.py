@@ -161,6 +161,7 @@ OLD_FILES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"memory": "paper", "coin": "common", "initialization": "seeded"}, {"conventions": Paper()}),
     ({"memory": "script", "coin": "script", "initialization": "script"}, {"conventions": AuthorsScript()}),
     ({"memory": "script"}, {"conventions": AuthorsScript(initialization=False, coin=False)}),
+    ({"memory": None, "coin": None}, {"conventions": Paper()}),
     ({"preset": "script", "coin": "common"}, {"conventions": AuthorsScript(coin=False)}),
     ({"preset": "script"}, {"conventions": AuthorsScript()}),
 ]

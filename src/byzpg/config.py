@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from math import ceil, inf, log2
 from pathlib import Path
@@ -293,23 +294,31 @@ def _with_theory(values: dict[str, Any]) -> "Settings":
     return settings
 
 
-def _with_present_names(values: dict[str, Any]) -> dict[str, Any]:
-    """The options of a file, with those that byzpg 0.1 wrote under today's names.
+# Options of byzpg 0.1 that are switches of AuthorsScript today, and what they were called without it.
+SCRIPT_SWITCHES = {"initialization": "seeded", "coin": "common", "memory": "paper"}
 
-    There, num_declared was f and num_byzantine the attackers; without num_declared, both were num_byzantine.
+
+def present_name(option: str, given: Collection[str]) -> str:
+    """Today's name of an option in a file of byzpg 0.1, which has the options `given`.
+
+    There, num_declared was f and num_byzantine the number of attackers; without num_declared, num_byzantine was both.
     """
-    values = dict(values)
-    if "num_declared" in values:
-        if "num_byzantine" in values:
-            values["num_attackers"] = values.pop("num_byzantine")
-        values["num_byzantine"] = values.pop("num_declared")
-    paper = {"initialization": "seeded", "coin": "common", "memory": "paper"}
-    quirks = {option: values.pop(option) != ours for option, ours in paper.items() if values.get(option) is not None}
-    if quirks:
-        taken = {option: quirks.get(option, values.get("preset") == "script") for option in paper}
-        left_out = ", ".join(f"{option}=False" for option, is_taken in taken.items() if not is_taken)
-        values["conventions"] = f"AuthorsScript({left_out})" if any(taken.values()) else "Paper()"
-    return values
+    if option in SCRIPT_SWITCHES:
+        return "conventions"
+    if "num_declared" in given:
+        return {"num_declared": "num_byzantine", "num_byzantine": "num_attackers"}.get(option, option)
+    return option
+
+
+def _with_present_names(values: dict[str, Any]) -> dict[str, Any]:
+    present = {present_name(name, values): value for name, value in values.items() if name not in SCRIPT_SWITCHES}
+    old = {name: values[name] for name in SCRIPT_SWITCHES if values.get(name) is not None}
+    if old:
+        by_preset = values.get("preset") == "script"
+        switches = {name: old[name] != paper if name in old else by_preset for name, paper in SCRIPT_SWITCHES.items()}
+        off = ", ".join(f"{name}=False" for name, is_on in switches.items() if not is_on)
+        present["conventions"] = f"AuthorsScript({off})" if any(switches.values()) else "Paper()"
+    return present
 
 
 @dataclass(frozen=True)

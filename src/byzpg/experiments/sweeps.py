@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from byzpg._files import write_atomically
-from byzpg.config import Config, Settings
+from byzpg.config import Config, Settings, present_name
 from byzpg.experiments.paper import run_name
 from byzpg.experiments.results import Result
 from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
@@ -96,7 +96,7 @@ class Sweep:
                 cell = cells.setdefault(run_name(settings), Cell(run_name(settings), settings))
                 if cell.settings != settings:
                     raise ValueError(f"{source}: two cells have the name {cell.name}: put one into another grid.")
-        options = dict.fromkeys(_present_name(option, {*shared, *table}) for table in tables for option in table)
+        options = dict.fromkeys(present_name(option, {*shared, *table}) for table in tables for option in table)
         sweep = cls(tuple(options), tuple(cells.values()))
         for group in sweep.groups:
             _check_seeds(group, source)
@@ -118,15 +118,6 @@ class Sweep:
             for option in self.options
             if option != "seed" and len({str(cell.option(option)) for cell in self.cells}) > 1
         ]
-
-
-def _present_name(option: str, given: Set[str]) -> str:
-    """The name under which `Config.of` puts an option of a file that byzpg 0.1 could read."""
-    if option in ("memory", "coin", "initialization"):
-        return "conventions"
-    if "num_declared" in given:
-        return {"num_declared": "num_byzantine", "num_byzantine": "num_attackers"}.get(option, option)
-    return option
 
 
 def _check_table(table: object, shared: Mapping[str, Any], source: str) -> None:
