@@ -45,10 +45,29 @@ SECONDS = 300  # that a test may take with its fixtures, unless it says otherwis
 SECONDS_IF_SLOW = 900  # the same for tests that are marked so
 SECONDS_TO_END = 120  # that the teardown of a failed test may take, and the process after its last test
 
-# Files are dealt out whole: the longest first, so that no core waits for the other at the end.
-FIRST = ("sweeps", "live_faults", "live", "cluster", "cli", "contracts", "aggregators", "flower", "simulate")
-NEXT = ("lunar_lander", "live_monitor", "live_cli", "exchange", "gradients", "host", "agreement", "report")
-LONGEST = [f"test_{name}.py" for name in FIRST + NEXT]
+TESTS = Path(__file__).parent
+# Whole files go to processes, the longest first, so that no core waits for the other at the end.
+LONGEST = [
+    "experiments/test_sweeps.py",
+    "live/test_faults.py",
+    "live/test_live.py",
+    "federation/test_devices.py",
+    "cli/test_cli.py",
+    "test_examples.py",
+    "test_contracts.py",
+    "robust/test_aggregators.py",
+    "engines/test_flower.py",
+    "federation/test_simulator.py",
+    "test_site.py",
+    "envs/test_lunar_lander.py",
+    "live/test_monitor.py",
+    "cli/test_live.py",
+    "robust/test_exchange.py",
+    "learning/test_gradients.py",
+    "envs/test_host.py",
+    "robust/test_agreement.py",
+    "experiments/test_report.py",
+]
 
 # Their tests are about a rule each, the last part of their names in brackets, and share its programs.
 BY_CASE = ("test_aggregators.py", "test_contracts.py")
@@ -60,12 +79,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = config.getoption("shuffle_files")
-    files = list(dict.fromkeys(item.path.name for item in items))
+    files = list(dict.fromkeys(item.path for item in items))
     if seed is None:
-        files.sort(key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
+        places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+        files.sort(key=lambda path: places.get(path, len(places)))
     else:
         random.Random(seed).shuffle(files)
-    items.sort(key=lambda item: files.index(item.path.name))
+    order = {path: place for place, path in enumerate(files)}
+    items.sort(key=lambda item: order[item.path])
 
 
 def pytest_collection_finish() -> None:
