@@ -110,7 +110,7 @@ FAMILY_OF = {
 
 @dataclass(frozen=True)
 class Config:
-    """What to train. An option at None is filled in from the preset or the task; components go by name or as objects.
+    """What to train. The preset or the task fills in options that are None. Components are given as text or as objects.
 
     >>> settings = Config(num_agents=9, attack="LargeNoise", aggregator="NNM(TrimmedMean())").resolved()
     >>> settings.num_byzantine, settings.num_attackers, str(settings.agreement)
@@ -131,7 +131,8 @@ class Config:
     num_agents: int | None = None
     """Number of agents K, attackers included. Default: 13, or 1 for PAGE-PG."""
     num_byzantine: int | None = None
-    """Number of Byzantine agents f the rules tolerate. Default: ⌊(K − 1)/4⌋, or fewer if the rules tolerate fewer."""
+    """Number of Byzantine agents f that the rules tolerate. Default: ⌊(K − 1)/4⌋, or fewer if the rules tolerate
+    fewer."""
     num_attackers: int | None = None
     """Number of agents that really attack. Default: num_byzantine."""
     attack: Attack | str = "AvgZero"
@@ -164,7 +165,8 @@ class Config:
     importance: ImportanceWeights | str | None = None
     """Importance weights: ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number, floor=0)."""
     gate: float | Literal["health"] | None = None
-    """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: by the weights."""
+    """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: the effective
+    sample size."""
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Literal["adam", "sgd"] | None = None

@@ -3,7 +3,7 @@
 A directory holds
   config.json       every option, resolved; `Config.load` reads it
   provenance.json   the command, versions and machine
-  checkpoint.npz    what continues the run to the bit: state, iteration, metrics so far, a hash of config.json
+  checkpoint.npz    what continues the run bit for bit: state, iteration, metrics so far, a hash of config.json
   metrics.npz       once complete: trajectories [iteration], large [iteration], and every metric [seed, iteration]
   parameters.npz    once complete: last, uniform [seed, agent, d] (at a server: one agent), and output_iteration
 Every file is written whole or not at all, and none holds a pickle.
@@ -104,7 +104,7 @@ class Run:
         return [self.settings.seed + int(index) for index in np.flatnonzero(~finite)]
 
     def policy(self, seed: int = 0, agent: int = 0, output: str | None = None) -> TrainedPolicy:
-        """The policy that an agent holds.
+        """The trained policy of one agent.
 
         Args:
             seed: Index of the seed among the run's seeds, from 0.

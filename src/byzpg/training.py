@@ -1,7 +1,7 @@
 """From configurations to runs: blocks of iterations, with progress and checkpoints between them.
 
 Runs that differ only in their agents' number, rules and attacks share one program. Several processes that train as one
-(see `federation.devices`) run the same blocks: the first tells the others which, and they keep nothing.
+(see `federation.devices`) run the same blocks: the first one tells the others what to run, and only it writes files.
 """
 
 import json
@@ -81,7 +81,7 @@ def train(config: Config, directory: str | Path | None = None, on_progress: OnPr
 def resume(directory: str | Path, on_progress: OnProgress | None = None) -> Run:
     """Continue a run from its last checkpoint; a complete run is only loaded.
 
-    On the same machine, with the same number of JAX devices, the result is the same to the bit as without the stop.
+    On the same machine, with the same number of JAX devices, the result is bit-identical to an uninterrupted run.
     """
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
@@ -145,7 +145,7 @@ def _lead(pending: Sequence["_Pending"]) -> None:
 
 
 def dismiss() -> None:
-    """Let the processes end that follow this one."""
+    """Let the processes that follow this one end."""
     if devices.leads() and not devices.torn():
         with suppress(JaxRuntimeError), devices.common_program():  # a process that died has gone already
             devices.broadcast_bytes(b"")

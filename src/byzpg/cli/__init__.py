@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _dismiss_followers() -> None:
-    """Let the processes end that follow this one."""
+    """Let the processes that follow this one end."""
     if devices.leads():
         from byzpg import training
 

@@ -60,7 +60,7 @@ class Certify:
     num_agents: int = 13
     """Number of agents K, attackers included."""
     num_byzantine: int = 3
-    """Number of attackers f, which the rules are told."""
+    """Number of Byzantine agents f that the rules tolerate; as many attack."""
     dimension: int = 50
     """Length d of the vectors."""
     trials: int = 64

@@ -12,7 +12,7 @@ from byzpg.cli.console import say
 
 @dataclass(frozen=True)
 class Evidence:
-    """Check evidence of equivocation offline: that a member signed two different messages for one step.
+    """Check evidence of equivocation offline: that a member signed two different messages for one round.
 
     Example: byzpg evidence verify federation.toml alice-1a2b3c4d/evidence/*.json
     """

@@ -30,11 +30,11 @@ class Waiting:
     """How long members wait for each other, in seconds."""
 
     grace: float = 1.0
-    """Seconds to wait for the last f messages of a step, once K − f have arrived."""
+    """Seconds to wait for the last f messages of a round, once K − f have arrived."""
     start_grace: float = 600.0
-    """Seconds to wait before the first step, for members that start late."""
+    """Seconds to wait before the first round, for members that start late."""
     linger: float = 30.0
-    """Seconds to stay after the last step, for members that still need messages."""
+    """Seconds to stay after the last round, for members that still need messages."""
     retry: float = 0.5
     """Seconds between two requests for a missing message."""
 
@@ -57,7 +57,7 @@ class New:
         tyro.conf.Positional[tuple[Path, ...]],
         tyro.conf.arg(metavar="CARD [CARD ...]", help_behavior_hint="(at least two)"),
     ]
-    """Cards of the members, in the order of the members."""
+    """Cards of the members. Their order is that of the members in the manifest."""
     options: TrainingOptions
     waiting: Annotated[tyro.conf.OmitArgPrefixes[Waiting], tyro.conf.arg(name="waiting")] = field(
         default_factory=Waiting
@@ -114,7 +114,7 @@ class Demo:
     attacker: str | None = None
     """Attack of the last member: sign-flip, equivocate, silent, garbage, ... Default: all members are honest."""
     grace: float = 1.0
-    """Seconds to wait for the last f messages of a step, once K − f have arrived."""
+    """Seconds to wait for the last f messages of a round, once K − f have arrived."""
     directory: Path = Path("federation-demo")
     """Directory for everything; it must not exist yet."""
 

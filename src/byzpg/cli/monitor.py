@@ -21,7 +21,7 @@ class Monitor:
     manifest: tyro.conf.Positional[Path]
     """Manifest of the federation, federation.toml."""
     name: str
-    """Name of the member that asks; its private key is needed."""
+    """Name of the member to connect as, whose private key is on this machine."""
     key: Path | None = None
     """Private key of that member. Default: NAME.key beside the manifest."""
     host: str = "127.0.0.1"

@@ -34,7 +34,7 @@ class Reproduce:
     """Experiments. In the paper: fig1 to fig6, or cartpole, lunarlander, all. Beyond the paper: ablation, speedup,
     tolerance, heatmap, rotating, agreement, or beyond for all of these."""
     task: Literal["CartPole-v1", "LunarLander-v3"] | None = None
-    """Task to which the experiments are narrowed. Default: both tasks."""
+    """Task whose experiments are run. Default: both tasks."""
     preset: Literal["tuned", "paper", "script"] = "tuned"
     """Preset of every run: tuned learns fastest, paper is the paper's table, script is the published script."""
     seeds: int | None = None

@@ -40,7 +40,7 @@ class Sweep:
     address: str | None = None
     """Address of a Ray cluster: host:port, ray://host:port or auto. Default: a new Ray instance on this machine."""
     workers: int | None = None
-    """Number of cells at a time. Default: one per core; on GPUs one on this machine, and one per GPU on Ray."""
+    """Number of cells trained at once. Default: one per core. With GPUs: one on this machine, one per GPU on Ray."""
     retries: int = 2
     """Number of further attempts for a cell that failed or lost its worker."""
     directory: Path | None = None

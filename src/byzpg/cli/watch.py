@@ -33,11 +33,11 @@ class Watch:
     manifest: tyro.conf.Positional[Path]
     """Manifest of the federation, federation.toml."""
     name: str
-    """Name of the member that asks; its private key is needed."""
+    """Name of the member to connect as, whose private key is on this machine."""
     key: Path | None = None
     """Private key of that member. Default: NAME.key beside the manifest."""
     once: bool = False
-    """Print the state once, and end."""
+    """Print the state once and exit."""
 
     def run(self) -> None:
         asyncio.run(watch(Membership.load(self.manifest, self.name, self.key), once=self.once))
@@ -118,7 +118,7 @@ def _seen_by_others(name: str, statuses: "Statuses") -> tuple[str, str, str, str
 
 
 def _own_report(name: str, status: "Answer") -> tuple[str, str, str, str, str]:
-    """Name, state, iteration, return and time per step of a member."""
+    """Name, state, iteration, return and time per round of a member."""
     if status["rehearsal"]:
         name += f"\n[red]rehearsal: {escape(status['rehearsal'])}[/red]"
     state = status["state"] + (f" for {', '.join(status['waiting_for'])}" if status["waiting_for"] else "")

@@ -360,7 +360,7 @@ class _Pool:
     """All episodes in one pool of C++ environments, stepped by threads.
 
     EnvPool seeds environments only when it makes them. Every batch of episodes therefore gets a new pool, so that an
-    episode depends only on its seed, and a resumed run is equal to the bit. Making a pool takes a few milliseconds;
+    episode depends only on its seed, and a resumed run is bit-identical. Making a pool takes a few milliseconds;
     with MuJoCo, it takes two milliseconds per environment.
     """
 

@@ -135,7 +135,8 @@ class Agent(Component):
     def settle(self, before: Array, state: AgentState, agreed: Array) -> AgentState:
         """Take over the agreed parameters θ_{t+1}; `before` is θ_t.
 
-        With plain SGD, v̂_t becomes the realized direction (θ_{t+1} − θ_t)/η. Adam's step is no gradient: v̂_t = v_t.
+        With plain SGD, v̂_t becomes the realized direction (θ_{t+1} − θ_t)/η. A step of Adam is not a gradient, so there
+        v̂_t = v_t.
         """
         state = replace(state, parameters=agreed)
         if self.optimizer == "sgd" and self.conventions.uses_realized_direction:

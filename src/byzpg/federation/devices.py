@@ -1,8 +1,8 @@
 """The devices of a simulation, on one host or on several whose processes act as one.
 
 The devices form a mesh of seeds × agents. Seeds need nothing of each other. Agents that are divided among devices play
-and receive there, and their messages travel between devices. Of several processes, the first one takes the command,
-keeps the files and decides when to save and stop; the others follow it.
+and receive there, and their messages travel between devices. Of several processes, the first one decides
+what to train and when to save and stop, and writes the files; the others follow it.
 """
 
 import os
@@ -42,7 +42,7 @@ class Hardware:
     processes: int | None = None
     """Number of processes that train as one, if there is a coordinator."""
     process: int | None = None
-    """Index of this process, from 0. The first one takes the command and keeps the files; the others follow it."""
+    """Index of this process, from 0. The first one decides what to train and writes the files; the others follow it."""
 
     def start(self) -> None:
         """Take the devices, before JAX has looked for any; with several processes, wait for the others."""

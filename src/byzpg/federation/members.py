@@ -70,7 +70,7 @@ class Peer:
         self._advanced = self._state
         self._attack = attack
         self.returns, self.steps = np.zeros(0), 0  # of the last batch of episodes
-        self.outcome = Outcome(0.0, None)  # of the last step
+        self.outcome = Outcome(0.0, None)  # of the last round
         self.on_output: Callable[[np.ndarray], None] = lambda parameters: None  # told θ_T̂ when iteration T̂ begins
 
     @property
@@ -145,8 +145,8 @@ class Peer:
     def adopt(self, iteration: int, states: Sequence[np.ndarray | None]) -> None:
         """Take over the state of the other members [K], combined part by part with the agreement rule.
 
-        The own state is out of date, and some states are missing. The coordinate-wise median of the others, which
-        attackers cannot move far, takes their places: rules that start from the own row need one, and all rules need
+        The member's own state is out of date, and some states are missing. The coordinate-wise median of the others,
+        which attackers cannot move far, replaces them: some rules start from the receiver's own row, and all rules need
         K − f sound rows.
         """
         rule, found = self.agreement or self.aggregator, [state for state in states if state is not None]
@@ -159,7 +159,7 @@ class Peer:
             np.asarray(_combine(rule, self.num_byzantine, parts[:, part], present, self.index, key)[0])
             for part in range(parts.shape[1])
         ]
-        # An attacker may have moved what was near 0 past it, where no variance can be: back between honest numbers.
+        # An attacker may have pushed a variance near 0 below 0. Clipping brings every entry back between honest ones.
         ordered = np.sort(np.stack(found), axis=0)
         low, high = ordered[self.num_byzantine], ordered[-self.num_byzantine - 1]
         self.restore(iteration, np.clip(np.concatenate(combined), low, high))
@@ -286,7 +286,7 @@ class Server:
         """Step along the aggregate of the workers' gradients [K, d]; return whether there was a step.
 
         If fewer than K − f rows are usable, the parameters stay unchanged. The plain mean is no exception: with f = 0
-        it needs all K rows, as a mean that leaves out what it does not like is not the mean.
+        it needs all K rows, because the mean of some of the rows is another rule.
         """
         key = self._player.rule_key(round_stream(self.num_workers, 0), iteration, self.num_workers)
         combined, _, _, defined = _combine(self.aggregator, self.num_byzantine, received, present, None, key)

@@ -48,7 +48,7 @@ TAG = b"byzpg common coin 1"
 
 @dataclass(frozen=True)
 class CommonCoin:
-    """A coin that every agent tosses alone, on the host, without a message, and on which all see the same side.
+    """A coin that every agent tosses for itself, on the host and without a message; all agents get the same result.
 
     It is a pseudorandom function of a label and an iteration, keyed by θ_0, which all agents share; Byzantine agents
     can compute it as well: uniform(label, i) = HMAC-SHA256(key, label, i) / 2²⁵⁶, to 53 bits.

@@ -77,11 +77,11 @@ class Agreement(Rule):
         return applied.weights
 
     def contraction(self, num_agents: int, num_byzantine: int) -> float | None:
-        """Return the bound on the honest diameter after a round, over that before; None if none is known."""
+        """Return the bound on the honest diameter after a round, divided by that before it; None if none is known."""
         return None
 
     def drift(self, num_agents: int, num_byzantine: int) -> float | None:
-        """Return C_avg: the bound on the move of the honest mean, over the honest diameter; None if none is known."""
+        """Return C_avg: how far the honest mean moves at most, divided by the honest diameter; None if not known."""
         return None
 
 
