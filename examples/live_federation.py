@@ -1,7 +1,7 @@
 """A live federation in one file: keys, a manifest, and five members that talk over real connections on this machine.
 
     python examples/live_federation.py
-    python examples/live_federation.py --attack Equivocate --output pictures
+    python examples/live_federation.py --attack Equivocate --output plots
 
 Needs `pip install 'byzpg[live]'`. Every member has its own keys, port, directory and secret random numbers. Members
 connect by mutual TLS, sign their messages, and exchange gradients and parameters; no trajectory leaves a member. The
@@ -75,7 +75,7 @@ def main(attack: str | None, output: Path) -> None:
     title = f"Five members on this machine; {NAMES[-1]} attacks with {attack}"
     what = "return (each member's own)"
     figures.save(figures.learning_curves(curves, title, what=what), output / "live-federation.png")
-    print(f"Picture: {output / 'live-federation.png'}")
+    print(f"Plot: {output / 'live-federation.png'}")
     if apart > 1e-6:
         raise SystemExit("the honest members' parameters differ")
 
@@ -83,7 +83,7 @@ def main(attack: str | None, output: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attack", default="SignFlip(scale=10.0)", help="what erin does; for example Equivocate")
-    parser.add_argument("--output", type=Path, default=Path("runs/examples"), help="folder of the picture")
+    parser.add_argument("--output", type=Path, default=Path("runs/examples"), help="folder of the plot")
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     main(given.attack, given.output)

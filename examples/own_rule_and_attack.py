@@ -1,7 +1,7 @@
 """Your own rule and your own attack: two small classes, used like those that byzpg brings.
 
     python examples/own_rule_and_attack.py
-    python examples/own_rule_and_attack.py --output pictures
+    python examples/own_rule_and_attack.py --output plots
 
 The rule averages the vectors around the medoid. The attack is a sleeper: attackers behave well until a given iteration,
 and send reversed gradients from there on. The script applies the rule to thirteen vectors, measures it with a
@@ -48,8 +48,8 @@ class Sleeper(MessageAttack):
     wake: int = 0
     scale: float = 5.0
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
-        reversed_mean = knowledge.everyone_sends(-self.scale * knowledge.mean())
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
+        reversed_mean = knowledge.same_for_all(-self.scale * knowledge.mean())
         return jnp.where(knowledge.iteration >= self.wake, reversed_mean, knowledge.truth())
 
 
@@ -78,12 +78,12 @@ def main(output: Path) -> None:
         print(f"{rule}: return {before:.0f} before the attack, {after:.0f} at the end")
     title = "CartPole, 5 agents; one attacks from iteration 10 on"
     figures.save(figures.learning_curves(curves, title), output / "own-rule-and-attack.png")
-    print(f"Picture: {output / 'own-rule-and-attack.png'}")
+    print(f"Plot: {output / 'own-rule-and-attack.png'}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/examples"), help="folder of the picture")
+    parser.add_argument("--output", type=Path, default=Path("runs/examples"), help="folder of the plot")
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     main(output)

@@ -1,7 +1,7 @@
 """Your own task: write a Gymnasium environment, and let a federation with an attacker learn it.
 
     python examples/own_task.py
-    python examples/own_task.py --output pictures
+    python examples/own_task.py --output plots
 
 Needs `pip install 'byzpg[gymnasium]'`. Five agents learn to keep a room at the right temperature; one of them sends
 false gradients. The task is named by `module:factory`, here `own_task:make`, so it works on the command line as well:
@@ -65,12 +65,12 @@ def main(output: Path) -> None:
 
     curve = figures.Curve("DecByzPG, 1 of 5 agents attacks", run.trajectories, run.returns)
     figures.save(figures.learning_curves([curve], "Thermostat"), output / "own-task.png")
-    print(f"Picture: {output / 'own-task.png'}")
+    print(f"Plot: {output / 'own-task.png'}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/examples"), help="folder of the picture")
+    parser.add_argument("--output", type=Path, default=Path("runs/examples"), help="folder of the plot")
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     main(output)

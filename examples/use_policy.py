@@ -1,7 +1,7 @@
 """Use a trained policy: load a run, or train one, and act with it in Gymnasium's own CartPole.
 
     python examples/use_policy.py
-    python examples/use_policy.py --run runs/CartPole-v1-DecByzPG-AvgZero-1 --output pictures
+    python examples/use_policy.py --run runs/CartPole-v1-DecByzPG-AvgZero-1 --output plots
 
 Needs `pip install 'byzpg[gymnasium]'`. `run.policy()` is an ordinary object: `act` takes an observation as a NumPy
 array and returns the action, and needs no federation around it. The script keeps the run that it trains in the output
@@ -31,23 +31,23 @@ def trained(directory: Path) -> byzpg.Run:
 
 
 def play(policy: TrainedPolicy | None, episodes: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The returns of some episodes, and pictures of the first 200 steps. Without a policy, actions are random."""
+    """The returns of some episodes, and frames of the first 200 steps. Without a policy, actions are random."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # Gymnasium draws without a screen
     env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
     env.action_space.seed(0)
-    returns, pictures = np.zeros(episodes), []
+    returns, frames = np.zeros(episodes), []
     for episode in range(episodes):
         observation, _ = env.reset(seed=episode)
         ended = False
         while not ended:
-            if policy is not None and episode == 0 and len(pictures) < 200:
-                pictures.append(env.render())
+            if policy is not None and episode == 0 and len(frames) < 200:
+                frames.append(env.render())
             action = env.action_space.sample() if policy is None else int(policy.act(observation))
             observation, reward, terminated, truncated, _ = env.step(action)
             returns[episode] += float(reward)
             ended = terminated or truncated
     env.close()
-    return returns, pictures
+    return returns, frames
 
 
 def main(directory: Path, output: Path) -> None:
@@ -57,9 +57,9 @@ def main(directory: Path, output: Path) -> None:
     )
     at_random, _ = play(None, EPISODES)
     print(f"Random actions in Gymnasium: mean return {at_random.mean():.0f} over {EPISODES} episodes")
-    returns, pictures = play(run.policy(), EPISODES)
+    returns, frames = play(run.policy(), EPISODES)
     print(f"The policy in Gymnasium: mean return {returns.mean():.0f} over {EPISODES} episodes")
-    figures.save_animation(pictures, output / "use-policy.gif")
+    figures.save_animation(frames, output / "use-policy.gif")
     print(f"Animation: {output / 'use-policy.gif'}")
 
 

@@ -107,8 +107,8 @@ class OneOf(attacks.MessageAttack):
     target: attacks.Target = "both"
     needs_key: ClassVar[bool] = True
 
-    def lie(self, knowledge, receivers):
-        return lax.switch(knowledge.iteration, [attack.lie for attack in ATTACKS], knowledge, receivers)
+    def false_messages(self, knowledge, receivers):
+        return lax.switch(knowledge.iteration, [attack.false_messages for attack in ATTACKS], knowledge, receivers)
 
 
 @partial(jax.jit, static_argnames=("rule", "attack", "f", "rounds"))

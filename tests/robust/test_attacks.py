@@ -114,7 +114,7 @@ def test_target_says_which_messages_are_false(row):
             np.testing.assert_array_equal(row.attack.messages(phase, knowledge, receivers), truth)
         return
     for target, phase in product((*PHASES, "both"), PHASES):
-        with mock.patch.object(type(row.attack), "lie", return_value=false_messages) as asked:
+        with mock.patch.object(type(row.attack), "false_messages", return_value=false_messages) as asked:
             message = replace(row.attack, target=target).messages(phase, knowledge, receivers)
         if target in (phase, "both"):
             assert message is false_messages
@@ -137,8 +137,8 @@ def test_unknown_options(row):
         lambda: replace(attacks.MinMax(), direction="up"),
         lambda: attacks.LargeNoise(scale=0),
         lambda: attacks.OptimalIPM(candidates=0),
-        lambda: attacks.Mimic(agent=len(HONEST)).lie(known(), ALL_AGENTS),
-        lambda: attacks.OptimalALIE().lie(replace(known(), rule=None), ALL_AGENTS),
+        lambda: attacks.Mimic(agent=len(HONEST)).false_messages(known(), ALL_AGENTS),
+        lambda: attacks.OptimalALIE().false_messages(replace(known(), rule=None), ALL_AGENTS),
     ],
 )
 def test_bad_options(make):
@@ -266,7 +266,7 @@ def test_mda_fooling_is_accepted_and_as_long_as_it_can_be():
     ids=str,
 )
 def test_line_search_finds_the_worst_factor(search, rule):
-    false_messages = jax.jit(search.lie)
+    false_messages = jax.jit(search.false_messages)
     sizes = search.largest / 2.0 ** np.arange(search.candidates)
     factors = np.append(-sizes, sizes)
     inner_product = isinstance(search, attacks.OptimalIPM)

@@ -119,7 +119,7 @@ def assert_law(results, rule, attack, phase="gradients", attackers=ATTACKERS, ve
 class HalfSilent(attacks.Equivocate):
     """Attackers send nothing to every other receiver, and −1 × the truth to the rest."""
 
-    def lie(self, knowledge, receivers):
+    def false_messages(self, knowledge, receivers):
         return jnp.where(receivers[:, None, None] % 2, jnp.nan, -knowledge.truth())
 
 
@@ -320,9 +320,9 @@ class WatchedSplit(attacks.Equivocate):
 
     asked: ClassVar[list] = []
 
-    def lie(self, knowledge, receivers):
+    def false_messages(self, knowledge, receivers):
         self.asked.append(len(receivers))
-        return super().lie(knowledge, receivers)
+        return super().false_messages(knowledge, receivers)
 
 
 @pytest.fixture

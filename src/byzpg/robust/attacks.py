@@ -122,7 +122,7 @@ class Knowledge:
         """Return what the attackers would send if they were honest, as messages [1, b, d]."""
         return self.vectors[self.byzantine][None]
 
-    def everyone_sends(self, vector: Array) -> Array:
+    def same_for_all(self, vector: Array) -> Array:
         """Return one vector [d] as the message of every attacker to every receiver, [1, b, d]."""
         return jnp.broadcast_to(vector, (1, len(self.byzantine), *vector.shape))
 
@@ -172,7 +172,7 @@ class Attack(Component):
 
 @dataclass(frozen=True)
 class MessageAttack(Attack):
-    """An attack that sends false gradients, false parameters, or both. Subclasses implement `lie`.
+    """An attack that sends false gradients, false parameters, or both. Subclasses implement `false_messages`.
 
     Args:
         target: Which messages are false: "gradients", "parameters" or "both".
@@ -184,14 +184,14 @@ class MessageAttack(Attack):
         check_choice(self, "target", self.target, ("gradients", "parameters", "both"))
 
     @abstractmethod
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         """Return the false messages [receiver or 1, Byzantine sender, d] to `receivers` [r]."""
 
     def gradients(self, knowledge: Knowledge, receivers: Array) -> Array:
-        return knowledge.truth() if self.target == "parameters" else self.lie(knowledge, receivers)
+        return knowledge.truth() if self.target == "parameters" else self.false_messages(knowledge, receivers)
 
     def parameters(self, knowledge: Knowledge, receivers: Array) -> Array:
-        return knowledge.truth() if self.target == "gradients" else self.lie(knowledge, receivers)
+        return knowledge.truth() if self.target == "gradients" else self.false_messages(knowledge, receivers)
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ class AvgZero(MessageAttack):
         [-6. -9.]
     """
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
-        return knowledge.everyone_sends(-knowledge.mean() * (knowledge.num_honest / len(knowledge.byzantine)))
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
+        return knowledge.same_for_all(-knowledge.mean() * (knowledge.num_honest / len(knowledge.byzantine)))
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class SignFlip(MessageAttack):
         super().__post_init__()
         check_finite(self, scale=self.scale)
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         return -self.scale * knowledge.truth()
 
 
@@ -325,8 +325,8 @@ class IPM(MessageAttack):
         super().__post_init__()
         check_finite(self, epsilon=self.epsilon)
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
-        return knowledge.everyone_sends(-self.epsilon * knowledge.mean())
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
+        return knowledge.same_for_all(-self.epsilon * knowledge.mean())
 
 
 def alie_factor(num_agents: int, num_byzantine: int) -> float:
@@ -363,9 +363,9 @@ class ALIE(MessageAttack):
         super().__post_init__()
         check_finite(self, z=self.z or 0.0)
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         z = alie_factor(knowledge.num_agents, len(knowledge.byzantine)) if self.z is None else self.z
-        return knowledge.everyone_sends(knowledge.mean() - z * knowledge.deviation())
+        return knowledge.same_for_all(knowledge.mean() - z * knowledge.deviation())
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,7 @@ class _LineSearch(MessageAttack):
     def direction(self, knowledge: Knowledge) -> Array:
         """Return the direction [d]."""
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         rule = knowledge.rule
         if rule is None:
             raise ValueError(f"{self} searches against the rule in use: Knowledge needs a rule.")
@@ -408,7 +408,7 @@ class _LineSearch(MessageAttack):
         factors = jnp.concatenate([-sizes, sizes])
         harm = lax.map(damage, factors)
         best = factors[jnp.argmax(jnp.where(jnp.isfinite(harm), harm, -1))]
-        return knowledge.everyone_sends(mean + best * direction)
+        return knowledge.same_for_all(mean + best * direction)
 
 
 @dataclass(frozen=True)
@@ -471,7 +471,7 @@ class Mimic(MessageAttack):
 
     agent: int | None = None
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         if self.agent is not None and not 0 <= self.agent < knowledge.num_honest:
             raise ValueError(f"{self}: agent must be 0 to {knowledge.num_honest - 1}, an honest agent's position.")
         if self.agent is not None:
@@ -479,7 +479,7 @@ class Mimic(MessageAttack):
         else:
             around_mean = knowledge.honest_around_mean()
             chosen = jnp.argmax(jnp.abs(dot(around_mean, _principal_axis(around_mean))))
-        return knowledge.everyone_sends(knowledge.vectors[knowledge.honest[chosen]])
+        return knowledge.same_for_all(knowledge.vectors[knowledge.honest[chosen]])
 
 
 @dataclass(frozen=True)
@@ -509,7 +509,7 @@ class MinMax(MessageAttack):
         limit = jnp.max(distances)
         return jnp.min(_larger_root(square - limit, slope, curvature))
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         mean, around_mean = knowledge.mean(), knowledge.honest_around_mean()
         if self.direction == "unit":
             step = -mean / jnp.maximum(jnp.linalg.norm(mean), 1e-30)
@@ -518,7 +518,7 @@ class MinMax(MessageAttack):
         gram = dot(around_mean, around_mean.T)
         square, slope = jnp.diagonal(gram), -dot(around_mean, step)
         size = self._step(squared_distances(gram), square, slope, jnp.sum(jnp.square(step)))
-        return knowledge.everyone_sends(mean + size * step)
+        return knowledge.same_for_all(mean + size * step)
 
 
 def _larger_root(constant: Array, slope: Array, curvature: Array) -> Array:
@@ -556,7 +556,7 @@ class Zero(MessageAttack):
         [0. 0.]
     """
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         return jnp.zeros_like(knowledge.truth())
 
 
@@ -575,7 +575,7 @@ class NonFinite(MessageAttack):
 
     target: Target = "both"
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         truth = knowledge.truth()
         poison = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf])[jnp.arange(truth.shape[1]) % 3]
         return truth.at[:, :, 0].set(poison)
@@ -594,7 +594,7 @@ class Silent(MessageAttack):
 
     target: Target = "both"
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         return jnp.full_like(knowledge.truth(), jnp.nan)
 
 
@@ -608,7 +608,7 @@ def _first_half(knowledge: Knowledge, receivers: Array) -> Array:
 
 @dataclass(frozen=True)
 class LargeNoise(MessageAttack):
-    """Attackers send uniform noise between −scale and scale, drawn anew for each receiver (Jordan et al. 2024).
+    """Attackers send uniform noise between −scale and scale, drawn separately for each receiver (Jordan et al. 2024).
 
     Args:
         scale: The largest coordinate.
@@ -628,7 +628,7 @@ class LargeNoise(MessageAttack):
         super().__post_init__()
         check_positive(self, scale=self.scale)
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         _, *shape = knowledge.truth().shape
 
         def draw(receiver: Array) -> Array:
@@ -660,7 +660,7 @@ class Equivocate(MessageAttack):
         super().__post_init__()
         check_finite(self, scale=self.scale)
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         return jnp.where(_first_half(knowledge, receivers), 1, -self.scale) * knowledge.truth()
 
 
@@ -689,7 +689,7 @@ class Dissensus(MessageAttack):
         super().__post_init__()
         check_finite(self, scale=self.scale)
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         # A server has no vector of its own: the honest mean takes its place.
         at_agent = (receivers < knowledge.num_agents)[:, None]
         own = jnp.where(at_agent, knowledge.vectors.at[receivers].get(mode="clip"), knowledge.mean())
@@ -721,7 +721,7 @@ class MDAFooling(MessageAttack):
     target: Target = "both"
     node_limit: int = 1_000_000
 
-    def lie(self, knowledge: Knowledge, receivers: Array) -> Array:
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         around_mean = knowledge.honest_around_mean()
         gram = dot(around_mean, around_mean.T)
         distances = squared_distances(gram)
@@ -776,7 +776,7 @@ class FixedSet(Component):
 
 @dataclass(frozen=True)
 class RotatingSet(Component):
-    """Different agents attack over time: they are drawn anew every `period` iterations.
+    """Different agents attack over time: they are redrawn every `period` iterations.
 
     Args:
         period: The number of iterations between two draws.

@@ -196,7 +196,7 @@ def _received(
             rule=rule,
             num_byzantine=num_byzantine,
         )
-        return vectors.at[attackers].set(attack.lie(knowledge, attackers[:1] - 1)[0])
+        return vectors.at[attackers].set(attack.false_messages(knowledge, attackers[:1] - 1)[0])
 
     return lax.map(lambda both: attacked(*both), (clouds, keys))
 
