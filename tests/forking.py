@@ -173,7 +173,7 @@ def become(request: dict[str, Any]) -> None:
 if __name__ == "__main__":
     import jax
 
-    import byzpg.cli.live
+    import byzpg.cli.membership
     import byzpg.live.member
     import byzpg.live.monitor
     import byzpg.training  # noqa: F401

@@ -82,6 +82,16 @@ def test_imports_point_one_way_and_only_the_command_line_prints(path: Path) -> N
         assert not flags, "only cli knows a flag"
 
 
+def test_what_is_imported_by_its_address() -> None:
+    """`_registry` finds components as it finds users' own: the quirks of the published script are such a component."""
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
+                found |= {(path.name, n.value) for n in node.args if isinstance(n, ast.Constant)}
+    assert found == {("_registry.py", "byzpg.experiments.authors_script")}
+
+
 def test_every_module_has_its_place() -> None:
     assert {path.relative_to(SOURCES).parts[0].removesuffix(".py") for path in FILES} == set(ORDER)
 

@@ -158,6 +158,7 @@ OLD_FILES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"num_byzantine": 2}, {"num_byzantine": 2, "num_attackers": 2}),
     ({"num_declared": 1, "num_byzantine": 3}, {"num_byzantine": 1, "num_attackers": 3}),
     ({"num_declared": 1}, {"num_byzantine": 1, "num_attackers": 1}),
+    ({"num_declared": None, "num_byzantine": 2}, {"num_byzantine": 2, "num_attackers": 2}),
     ({"memory": "paper", "coin": "common", "initialization": "seeded"}, {"conventions": Paper()}),
     ({"memory": "script", "coin": "script", "initialization": "script"}, {"conventions": AuthorsScript()}),
     ({"memory": "script"}, {"conventions": AuthorsScript(initialization=False, coin=False)}),
@@ -165,6 +166,20 @@ OLD_FILES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"preset": "script", "coin": "common"}, {"conventions": AuthorsScript(coin=False)}),
     ({"preset": "script"}, {"conventions": AuthorsScript()}),
 ]
+
+
+WRONG_OLD_FILES: list[tuple[dict[str, Any], str]] = [
+    ({"coin": "sript"}, "old.toml: coin must be 'common' or 'script', got 'sript'."),
+    ({"memory": True}, "old.toml: memory must be 'paper' or 'script', got True."),
+    ({"memory": "script", "conventions": "Paper"}, "conventions replaces it: leave memory out"),
+    ({"num_declared": 3, "num_byzantine": 2, "num_attackers": 1}, "num_attackers replaces it: leave num_declared out"),
+]
+
+
+@pytest.mark.parametrize(("file", "words"), WRONG_OLD_FILES)
+def test_old_options_are_checked_as_well(file: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        Config.of(file, "old.toml")
 
 
 @pytest.mark.parametrize(("file", "expected"), OLD_FILES)

@@ -96,6 +96,9 @@ PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "script": {"LunarLander-v3": {"step_size": 1e-3}},
 }
 
+# Reported experiments start from this seed, on which no option was chosen.
+REPORTED_SEED = 2000
+
 # The families of the components that a configuration names.
 FAMILY_OF = {
     "conventions": "conventions",
@@ -248,7 +251,7 @@ class Config:
         """Make a configuration from plain data: components as text, tuples as lists; also with the options of 0.1."""
         if not isinstance(values, dict):
             raise ValueError(f"{source} must be a table of options, got {type(values).__name__}.")
-        values = _with_present_names(values)
+        values = _with_present_names(values, source)
         known = [option.name for option in fields(cls)]
         for option in values:
             if option not in known:
@@ -312,12 +315,23 @@ def present_name(option: str, given: Collection[str]) -> str:
     return option
 
 
-def _with_present_names(values: dict[str, Any]) -> dict[str, Any]:
-    present = {present_name(name, values): value for name, value in values.items() if name not in SCRIPT_SWITCHES}
-    old = {name: values[name] for name in SCRIPT_SWITCHES if values.get(name) is not None}
-    if old:
-        by_preset = values.get("preset") == "script"
-        switches = {name: old[name] != paper if name in old else by_preset for name, paper in SCRIPT_SWITCHES.items()}
+def _with_present_names(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """The options of a file under today's names; old and new names of one option are not mixed."""
+    old = {name for name in ("num_declared", *SCRIPT_SWITCHES) if values.get(name) is not None}
+    known = {name: value for name, value in values.items() if name in old or name not in SCRIPT_SWITCHES}
+    if "num_declared" not in old:
+        known.pop("num_declared", None)
+    for name in sorted(old):
+        new = "num_attackers" if name == "num_declared" else "conventions"
+        if values.get(new) is not None:
+            raise ValueError(f"{source}: {name} is an option of byzpg 0.1, and {new} replaces it: leave {name} out.")
+    present = {present_name(name, known): value for name, value in known.items() if name not in SCRIPT_SWITCHES}
+    switches = {name: values.get("preset") == "script" for name in SCRIPT_SWITCHES}
+    for name in old & set(SCRIPT_SWITCHES):
+        if values[name] not in (SCRIPT_SWITCHES[name], "script"):
+            raise ValueError(f"{source}: {name} must be {SCRIPT_SWITCHES[name]!r} or 'script', got {values[name]!r}.")
+        switches[name] = values[name] == "script"
+    if old & set(SCRIPT_SWITCHES):
         off = ", ".join(f"{name}=False" for name, is_on in switches.items() if not is_on)
         present["conventions"] = f"AuthorsScript({off})" if any(switches.values()) else "Paper()"
     return present

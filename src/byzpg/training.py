@@ -207,7 +207,7 @@ class _Pending:
     def program(self) -> Any:
         """Runs with the same value share a program: agents that play alike, the same seeds and coin, equally far."""
         settings = self.settings
-        length = (settings.conventions, settings.switch_probability, settings.trajectories)
+        length = (settings.switch_probability, settings.trajectories)
         alone = self.kept if simulation_of(settings).on_host else None
         return settings.federation().agent.shared, settings.seeds, length, self.begin, alone
 

@@ -11,11 +11,13 @@ from rich.table import Table
 from byzpg import cli
 from byzpg.cli.console import console
 from byzpg.cli.tables import BEST, LAST_TENTH, WEIGHT, experiments_table, runs_table
-from byzpg.config import Settings
+from byzpg.cli.train import _with_plain_averaging
+from byzpg.config import Config, Settings
 from byzpg.experiments.paper import Scope, grid
 from byzpg.experiments.results import Result, Results
 from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
 from byzpg.experiments.sweeps import Sweep
+from byzpg.robust.aggregators import Mean
 from byzpg.runs import Run, RunDirectory
 
 NUMBERS = (LAST_TENTH, BEST, WEIGHT)
@@ -99,3 +101,12 @@ def test_definitions() -> None:
     assert attacker_weight(result) == pytest.approx(0.2)
     returns[1, 7] = np.nan  # a cell in which a seed has diverged does not count
     assert best_return(Result.of(run)) == pytest.approx((19 + 5) / 2)
+
+
+def test_plain_averaging_is_compared_under_the_same_attack() -> None:
+    options = Config(agreement="GDA")  # tolerates fewer Byzantine agents than the mean
+    ours = options.resolved()
+    plain = _with_plain_averaging(options, ours)
+    assert (plain.num_byzantine, plain.num_attackers, plain.attack) == (2, 2, ours.attack)
+    assert (ours.num_byzantine, ours.num_attackers) == (2, 2)
+    assert (plain.algorithm, plain.aggregator, plain.rounds) == ("Dec-PAGE-PG", Mean(), 0)

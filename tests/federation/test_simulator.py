@@ -316,10 +316,22 @@ def test_federations_side_by_side_do_what_each_does_alone(
     assert len(returns) == len(names)
 
 
-def test_agents_of_a_simulation_play_alike() -> None:
-    ours, theirs = settings_of(num_agents=5), settings_of(num_agents=5, large_batch=7)
-    with pytest.raises(ValueError, match="horizon and batch sizes"):
-        Simulation((ours.federation(), theirs.federation()), (0,))
+OTHER_PLAY: list[dict[str, Any]] = [
+    {"large_batch": 7},
+    {"small_batch": 1},
+    {"horizon": 21},
+    {"hidden": (5,)},
+    {"env": "Pendulum-v1"},
+    {"conventions": "AuthorsScript(memory=False, coin=False)"},
+    {"conventions": "AuthorsScript(memory=False, initialization=False)"},
+]
+
+
+@pytest.mark.parametrize("other", OTHER_PLAY, ids=str)
+def test_agents_of_a_simulation_play_alike(other: dict[str, Any]) -> None:
+    ours, theirs = settings_of(num_agents=5), settings_of(num_agents=5, **other)
+    with pytest.raises(ValueError, match="must have the same task, policy, horizon, batch sizes, θ_0 and coin"):
+        Simulation((ours.federation(), theirs.federation()), ours.seeds)
 
 
 ALL_ALGORITHMS = ["PAGE-PG", "Fed-PAGE-PG", "ByzPG", "Dec-PAGE-PG", "DecByzPG"]

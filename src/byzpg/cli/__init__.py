@@ -8,7 +8,7 @@ from jax.errors import JaxRuntimeError
 from rich.markup import escape
 
 from byzpg import __version__
-from byzpg.cli import live
+from byzpg.cli import membership
 from byzpg.cli.console import complain, errors, say
 from byzpg.cli.parsing import parse_command
 from byzpg.federation import devices
@@ -37,9 +37,9 @@ def main() -> None:
         complain(str(error).splitlines()[0])
         _exit(1)
     except ModuleNotFoundError as error:
-        if error.name not in live.PACKAGES:
+        if error.name not in membership.PACKAGES:
             raise
-        complain(live.INSTALL)
+        complain(membership.INSTALL)
         sys.exit(2)
     except KeyboardInterrupt as stop:
         errors.print(escape(str(stop) or "Stopped."), highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ import tyro
 from rich.markup import escape
 
 from byzpg.cli.console import console, errors, say
-from byzpg.cli.live import Membership
+from byzpg.cli.membership import Membership
 
 if TYPE_CHECKING:  # needs the extra packages
     from byzpg.live.member import Options

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from byzpg.cli.console import console, say, this_command
-from byzpg.cli.training import HardwareOptions, follows_another_process, training_progress
+from byzpg.cli.hardware import HardwareOptions, follows_another_process, training_progress
+from byzpg.config import REPORTED_SEED
 from byzpg.federation.devices import Hardware
 from byzpg.runs import RunDirectory, provenance
 
 if TYPE_CHECKING:
     from byzpg.experiments.paper import Grid
-
-FIRST_SEED = 2000
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Reproduce:
     """Preset of every run: tuned learns fastest, paper is the paper's table, script is the published script."""
     seeds: int | None = None
     """Number of seeds per run. Default: 10, or fewer in large grids."""
-    seed: int = FIRST_SEED
+    seed: int = REPORTED_SEED
     """First seed."""
     trajectories: int | None = None
     """Number of trajectories per agent. Default: 8,000 as in the paper; fewer in the experiments beyond it."""
@@ -107,7 +106,7 @@ class Reproduce:
             self.task,
             self.preset,
             f"{self.seeds}-seeds" if self.seeds else None,
-            f"from-{self.seed}" if self.seed != FIRST_SEED else None,
+            f"from-{self.seed}" if self.seed != REPORTED_SEED else None,
             f"{self.trajectories}-trajectories" if self.trajectories else None,
         ]
         return "-".join(part for part in asked if part)

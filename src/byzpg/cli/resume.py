@@ -10,8 +10,8 @@ import tyro
 
 from byzpg import envs
 from byzpg.cli.console import console, counted, say
+from byzpg.cli.hardware import HardwareOptions, follows_another_process, training_progress
 from byzpg.cli.labels import curves, federation, method
-from byzpg.cli.training import HardwareOptions, follows_another_process, training_progress
 from byzpg.config import Settings
 from byzpg.federation.devices import Hardware
 from byzpg.runs import Run, RunDirectory

@@ -14,7 +14,7 @@ from byzpg.cli.console import say
 from byzpg.cli.labels import method
 from byzpg.experiments.results import Result, Results
 from byzpg.experiments.statistics import lower_median
-from byzpg.experiments.summaries import attacker_weight, best_return, final_returns, trajectories_to_level
+from byzpg.experiments.summaries import attacker_weight, best_return, final_returns, num_diverged, trajectories_to_level
 from byzpg.runs import Run
 
 TITLE = "Return of honest agents (mean ± standard deviation over seeds)"
@@ -87,8 +87,7 @@ def report_diverged(seeds: Sequence[int], where: object, advice: str = "") -> No
 
 def spread(values: np.ndarray) -> str:
     """Mean ± standard deviation of one number per seed [seed]."""
-    missing = int(np.sum(~np.isfinite(values)))
-    if missing:
+    if missing := num_diverged(values):
         return "diverged" if missing == len(values) else f"{missing} of {len(values)} diverged"
     return f"{values.mean():.0f} ± {values.std():.0f}"
 

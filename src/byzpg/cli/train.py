@@ -7,8 +7,8 @@ from typing import Annotated
 
 import tyro
 
+from byzpg.cli.hardware import HardwareOptions, follows_another_process
 from byzpg.cli.resume import COMPARISON, finish
-from byzpg.cli.training import HardwareOptions, follows_another_process
 from byzpg.config import Config, Settings
 from byzpg.federation.devices import Hardware
 from byzpg.runs import RunDirectory
@@ -62,5 +62,7 @@ def free_directory(settings: Settings) -> Path:
 
 
 def _with_plain_averaging(options: Config, settings: Settings) -> Settings:
-    plain = replace(options, algorithm=PLAIN[settings.algorithm], aggregator=None, agreement=None, rounds=None)
-    return plain.resolved()
+    """The same federation and attack, with the plain mean in place of the robust rules."""
+    same = {"num_byzantine": settings.num_byzantine, "num_attackers": settings.num_attackers}
+    neutral = {"aggregator": None, "agreement": None, "rounds": None}
+    return replace(options, algorithm=PLAIN[settings.algorithm], **neutral, **same).resolved()

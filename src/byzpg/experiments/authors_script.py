@@ -35,6 +35,11 @@ class AuthorsScript(Conventions):
     memory: bool = True
 
     @property
+    def shared(self) -> tuple[str, str]:
+        start, coin = Paper().shared
+        return "script" if self.initialization else start, "script" if self.coin else coin
+
+    @property
     def uses_realized_direction(self) -> bool:
         return not self.memory
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from byzpg.config import Config, Settings
+from byzpg.config import REPORTED_SEED, Config, Settings
 from byzpg.robust.components import unknown
 from byzpg.runs import RunDirectory
 
@@ -77,7 +77,7 @@ class Scope:
 
     preset: Literal["tuned", "paper", "script"] = "tuned"
     num_seeds: int | None = None
-    seed: int = 2000
+    seed: int = REPORTED_SEED
     trajectories: int | None = None
 
 

@@ -84,6 +84,11 @@ def attacker_weight(result: Result) -> float:
     return nan if means is None else float(np.nanmean(means))
 
 
+def num_diverged(values: np.ndarray) -> int:
+    """How many of one number per seed [seed] are not finite."""
+    return int(np.sum(~np.isfinite(values)))
+
+
 def returns_at(result: Result, trajectories: float) -> np.ndarray:
     """The mean return [seed] over the PUBLISHED_SPACING trajectories up to this number."""
     near = (result.trajectories > trajectories - PUBLISHED_SPACING) & (result.trajectories <= trajectories)
@@ -97,7 +102,10 @@ def run_means(result: Result, metric: str) -> np.ndarray | None:
     values = result.metrics.get(metric)
     if values is None or not np.any(np.isfinite(values)):
         return None
-    return np.nanmean(values, axis=1, dtype=float)
+    means = np.full(len(values), nan)
+    known = np.any(np.isfinite(values), axis=1)  # a seed that diverged at once has none
+    means[known] = np.nanmean(values[known], axis=1, dtype=float)
+    return means
 
 
 def trajectories_to_level(result: Result, level: float | None = None) -> np.ndarray:

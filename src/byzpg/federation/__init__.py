@@ -1,16 +1,22 @@
-"""The method: agents as pure state machines, arranged in a federation, simulated or behind a network."""
+"""The method: agents as pure state machines, arranged in a federation, simulated or behind a network.
+
+The simulator is not imported here: members of a real federation do not need it.
+"""
 
 from byzpg.federation.algorithms import ALGORITHMS, Agent, Algorithm, Federation
+from byzpg.federation.devices import Hardware
 from byzpg.federation.members import Peer, Server, Worker
 from byzpg.federation.metrics import Metrics
-from byzpg.federation.schedule import CommonCoin, Paper, Plan, Schedule
+from byzpg.federation.schedule import CommonCoin, Conventions, Paper, Plan, Schedule
 
 __all__ = [
     "ALGORITHMS",
     "Agent",
     "Algorithm",
     "CommonCoin",
+    "Conventions",
     "Federation",
+    "Hardware",
     "Metrics",
     "Paper",
     "Peer",

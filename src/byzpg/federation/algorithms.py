@@ -67,8 +67,11 @@ class Agent(Component):
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """What the agents of one simulation must have in common: all that shapes their episodes."""
-        return self.env, self.policy, self.horizon, self.large_batch, self.small_batch
+        """What the agents of one simulation must have in common: all that shapes their episodes, θ_0 and the coin."""
+        return (
+            *(self.env, self.policy, self.horizon, self.large_batch, self.small_batch),
+            *self.conventions.shared,
+        )
 
     @property
     def _transform(self) -> optax.GradientTransformation:

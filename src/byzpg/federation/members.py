@@ -105,7 +105,7 @@ class Peer:
         """
         rule = self.aggregator if phase == 0 else self.agreement
         assert rule is not None
-        key = self._player.rule_key(round_stream(self.num_members, phase), iteration, self.index)
+        key = self._player.rule_key(iteration, round_stream(self.num_members, phase), self.index)
         combined, weights, diameter, _ = _combine(rule, self.num_byzantine, received, present, self.index, key)
         self.outcome = Outcome(float(diameter), None if weights is None else np.asarray(weights))
         if phase == 0:
@@ -241,7 +241,7 @@ class Worker:
         held = jnp.asarray(np.asarray(parameters, np.float32)[None])
         state = AgentState(held, held, held, ())  # of all this, a large batch looks at θ alone
         attack = self._attack if index == self.index else None
-        return self._player.sample(state, index, iteration, True, attack)
+        return self._player.sample(state, index, iteration, large=True, attack=attack)
 
 
 class Server:
@@ -288,7 +288,7 @@ class Server:
         If fewer than K − f rows are usable, the parameters stay unchanged. The plain mean is no exception: with f = 0
         it needs all K rows, because the mean of some of the rows is another rule.
         """
-        key = self._player.rule_key(round_stream(self.num_workers, 0), iteration, self.num_workers)
+        key = self._player.rule_key(iteration, round_stream(self.num_workers, 0), self.num_workers)
         combined, _, _, defined = _combine(self.aggregator, self.num_byzantine, received, present, None, key)
         if not (defined and jnp.all(jnp.isfinite(combined))):
             return False
@@ -330,7 +330,7 @@ class _Player:
     def stream(self, iteration: int, stream: int) -> Array:
         return _stream_key(self.key, iteration, stream)
 
-    def rule_key(self, stream: int, iteration: int, receiver: int) -> Array:
+    def rule_key(self, iteration: int, stream: int, receiver: int) -> Array:
         return rule_key(self.stream(iteration, stream), receiver)
 
     def sample(

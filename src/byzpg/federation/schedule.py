@@ -25,9 +25,14 @@ from byzpg.robust.components import Component, Vectors, check_count
 INITIAL, ATTACKERS, ITERATIONS = range(3)
 
 
+def stream_key(iterations_key: Array, iteration: Array | int, stream: Array | int) -> Array:
+    """The key of one stream in one iteration, under the key of all iterations."""
+    return jax.random.fold_in(jax.random.fold_in(iterations_key, iteration), stream)
+
+
 def iteration_stream(key: Array, iteration: Array | int, stream: Array | int) -> Array:
-    """The key of one stream in one iteration, under the key of a seed (or of one member)."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, ITERATIONS), iteration), stream)
+    """As `stream_key`, under the key of a seed (or of one member)."""
+    return stream_key(jax.random.fold_in(key, ITERATIONS), iteration, stream)
 
 
 def play_stream(agent: int) -> int:
@@ -95,8 +100,15 @@ def _eight_bytes(number: int) -> bytes:
 class Conventions(Component):
     """What implementations of the paper do differently: θ_0, the coin, and what the PAGE correction refers to."""
 
-    uses_realized_direction = True
-    """Whether v̂_t becomes (θ_{t+1} − θ_t)/η after an agreement, where the step is plain SGD."""
+    @property
+    @abstractmethod
+    def shared(self) -> tuple[str, str]:
+        """Names of the ways to draw θ_0 and to toss the coin: federations of one simulation have them in common."""
+
+    @property
+    @abstractmethod
+    def uses_realized_direction(self) -> bool:
+        """Whether v̂_t becomes (θ_{t+1} − θ_t)/η after an agreement, where the step is plain SGD."""
 
     @abstractmethod
     def initial_parameters(self, policy: Policy, key: Array) -> Array:
@@ -121,6 +133,14 @@ class Conventions(Component):
 @dataclass(frozen=True)
 class Paper(Conventions):
     """The paper's: θ_0 by the seed, the common coin, and a correction that refers to θ_t and v_t."""
+
+    @property
+    def shared(self) -> tuple[str, str]:
+        return "seed", "common"
+
+    @property
+    def uses_realized_direction(self) -> bool:
+        return True
 
     def initial_parameters(self, policy: Policy, key: Array) -> Array:
         return policy.initial(key)

@@ -22,7 +22,7 @@ from byzpg.envs.host import HostTask
 from byzpg.federation.algorithms import Agent, AgentState, Federation, Sampled
 from byzpg.federation.devices import AGENTS, BY_SEED, EVERYWHERE, QUICK_COMPILATION, layout, mesh_for, placed
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
-from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, round_stream
+from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
 from byzpg.learning.rollouts import Episodes, PlayAttacks
 from byzpg.robust.exchange import ONE_DEVICE, Diagnostics, Phase, Shards, exchange
 from byzpg.robust.rules import Rule, clear_search_errors
@@ -73,7 +73,7 @@ class Simulation:
     def __post_init__(self) -> None:
         if len({federation.agent.shared for federation in self.federations}) != 1:
             raise ValueError(
-                "the agents of a simulation must have the same task, policy, horizon and batch sizes: "
+                "the agents of a simulation must have the same task, policy, horizon, batch sizes, θ_0 and coin: "
                 "put federations with others into another simulation."
             )
         if self.on_host and len(self.federations) > 1:
@@ -267,14 +267,13 @@ def _draws(federation: Federation, iteration: Array, keys: Keys) -> Draws:
 
     attackers = jax.vmap(attackers_of)(keys.attackers)
     is_honest = jax.vmap(lambda each: jnp.ones(num_agents, bool).at[each].set(False))(attackers)
-    gradients = round_stream(num_agents, 0)
-
-    def streams(key: Array) -> Array:
-        now = jax.random.fold_in(key, iteration)
-        return jax.vmap(jax.random.fold_in, (None, 0))(now, jnp.arange(gradients + 1 + federation.rounds))
-
-    fresh = jax.vmap(streams)(keys.iterations)
-    return Draws(attackers, is_honest, fresh[:, :num_agents], fresh[:, gradients], fresh[:, gradients + 1 :])
+    play = [play_stream(agent) for agent in range(num_agents)]
+    rounds = [round_stream(num_agents, number) for number in range(1 + federation.rounds)]
+    streams = jnp.asarray([*play, *rounds])
+    # [seed, stream]
+    fresh = jax.vmap(lambda key: jax.vmap(partial(stream_key, key, iteration))(streams))(keys.iterations)
+    play_keys, round_keys = fresh[:, :num_agents], fresh[:, num_agents:]
+    return Draws(attackers, is_honest, play_keys, gradient_keys=round_keys[:, 0], agreement_keys=round_keys[:, 1:])
 
 
 @jax.tree_util.register_dataclass

@@ -3,16 +3,18 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
-from math import inf
+from math import inf, isnan
 
 import numpy as np
 
 from byzpg.experiments.paper import Experiment
 from byzpg.experiments.results import Result
-from byzpg.experiments.summaries import Estimate
+from byzpg.experiments.summaries import Estimate, num_diverged
 
 
 def spread(values: np.ndarray) -> str:
+    if missing := num_diverged(values):
+        return f"{missing} of {len(values)} diverged"
     mean, deviation = whole(float(np.mean(values))), whole(float(np.std(values)))
     return f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{deviation}"
 
@@ -22,6 +24,8 @@ def with_interval(found: Estimate, write: Callable[[float], str]) -> str:
 
 
 def whole(value: float) -> str:
+    if isnan(value):
+        return "–"
     return f"{round(value):,}".replace("-", "−")
 
 

@@ -1,0 +1,93 @@
+"""Members behind a network: with and without the simulator's rounding, they compute the same."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from byzpg.config import Config
+from byzpg.federation.algorithms import Agent
+from byzpg.federation.members import Peer, Server, Worker, seeded_key
+
+SHORT: dict[str, Any] = {
+    "num_agents": 5,
+    "num_attackers": 0,
+    "num_seeds": 1,
+    "hidden": (6,),
+    "horizon": 17,
+    "large_batch": 6,
+    "small_batch": 3,
+    "switch_probability": 0.5,
+    "trajectories": 30,
+    "rounds": 1,
+}
+SERVED: dict[str, Any] = SHORT | {"algorithm": "ByzPG", "rounds": None}
+KEY = seeded_key(3)
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many agents each program estimates a gradient for, as it is traced."""
+    sizes: list[int] = []
+    estimate = Agent.estimate
+
+    def recorded(self: Agent, state: Any, episodes: Any, large: bool) -> Any:
+        sizes.append(len(episodes.returns))
+        return estimate(self, state, episodes, large)
+
+    monkeypatch.setattr(Agent, "estimate", recorded)
+    return sizes
+
+
+def peer(as_simulated: bool, **options: Any) -> Peer:
+    settings = Config(**(SHORT | options)).resolved()
+    return Peer(settings.federation(), settings.schedule(), 1, KEY, as_simulated=as_simulated)
+
+
+def test_a_gradient_is_computed_once_unless_it_is_compared_with_the_simulator(batches: list[int]) -> None:
+    # Step sizes that no other test has, so that the programs are traced here.
+    once = peer(as_simulated=False, step_size=0.0111).begin(0)
+    assert batches == [1]
+    twice = peer(as_simulated=True, step_size=0.0112).begin(0)
+    assert batches == [1, 2]
+    np.testing.assert_allclose(once, twice, rtol=1e-5, atol=1e-5)
+
+
+def test_peers_go_the_same_way_with_either_rounding() -> None:
+    members = [peer(as_simulated=False), peer(as_simulated=True)]
+    for iteration in range(3):
+        own = [member.begin(iteration) for member in members]
+        np.testing.assert_allclose(*own, rtol=1e-4, atol=1e-4)
+        for member, vector in zip(members, own, strict=True):
+            received = np.stack([vector + shift for shift in (0.01, 0, 0.02, -0.01, -0.02)]).astype(np.float32)
+            phase: int = 0
+            while (following := member.combine(iteration, phase, received, np.ones(5, bool))) is not None:
+                received, phase = np.tile(following, (5, 1)), phase + 1
+    np.testing.assert_allclose(members[0].parameters, members[1].parameters, rtol=1e-3, atol=1e-3)
+
+
+def test_a_server_and_its_workers_go_the_same_way_with_either_rounding() -> None:
+    settings = Config(**SERVED).resolved()
+    federation, schedule = settings.federation(), settings.schedule()
+    pairs = [
+        (Server(federation, schedule, KEY, as_simulated=exact), Worker(federation, 2, KEY, as_simulated=exact))
+        for exact in (False, True)
+    ]
+    for iteration in range(4):
+        found = []
+        for server, worker in pairs:
+            if server.begin(iteration):
+                gradient = worker.gradient(iteration, server.parameters)
+                assert len(worker.returns) == settings.large_batch
+                assert server.combine(iteration, np.tile(gradient, (5, 1)), np.ones(5, bool))
+            else:
+                assert len(server.sample(iteration)) == settings.small_batch
+            found.append(server.parameters)
+        np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-3)
+    assert not np.all(pairs[0][0].plan.large[:4])
+
+
+def test_an_algorithm_without_a_server_is_refused() -> None:
+    settings = Config(**SHORT).resolved()
+    with pytest.raises(ValueError, match="has no server: use ByzPG or Fed-PAGE-PG"):
+        Server(settings.federation(), settings.schedule(), KEY)
