@@ -186,17 +186,17 @@ def measure_devices(num_seeds: int, num_agents: int, port: int, processes: int, 
 def devices(arguments: argparse.Namespace) -> None:
     from byzpg.live.links import free_ports
 
-    print("| seeds | agents | dealt | one process, s | two, s | speed-up | parallel efficiency |")
+    print("| seeds | agents | divided among devices | one process, s | two, s | speed-up | parallel efficiency |")
     print("|---:|---:|---|---:|---:|---:|---:|")
     for num_seeds, num_agents in ((4, 13), (1, 13), (1, 40)):
         case = ["part", str(num_seeds), str(num_agents), str(free_ports(1)[0])]
         alone = result(child(*case, "1", "0", core=0))
         pair = [result(each) for each in [child(*case, "2", str(process), core=process) for process in range(2)]]
         both = max(each["seconds"] for each in pair)
-        dealt = "seeds" if pair[0]["mesh"][0] > 1 else "agents"
+        divided = "seeds" if pair[0]["mesh"][0] > 1 else "agents"
         ratio = alone["seconds"] / both
         figures = f"{alone['seconds']:.3f} | {both:.3f} | {ratio:.2f}× | {ratio / 2:.0%}"
-        print(f"| {num_seeds} | {num_agents} | {dealt} | {figures} |", flush=True)
+        print(f"| {num_seeds} | {num_agents} | {divided} | {figures} |", flush=True)
 
 
 # Flower and Ray
