@@ -48,11 +48,12 @@ ATTACKS = (
 
 @dataclass(frozen=True)
 class Certify:
-    """Measure how robust the aggregation rules are under every attack.
+    """Measure how robust the aggregation rules are under twelve attacks.
 
     For each pair of a rule and an attack, C_ra is the largest squared distance between the aggregate and the honest
-    mean over many random samples, in units of the honest spread. The command prints it next to the bound that is proven
-    for the rule, and plots a heat map.
+    mean over many random samples, in units of the honest spread. The command prints the worst of these attacks next to
+    the bound that is proven for the rule, and plots a heat map of all pairs. Attacks that are not in the heat map can
+    do worse.
 
     Example: byzpg certify --num-agents 20 --num-byzantine 4
     """
