@@ -12,7 +12,7 @@ from byzpg.runs import TrainedPolicy
 
 
 def evaluate(
-    policy: TrainedPolicy, settings: Settings, num_episodes: int, seed: int, sample: bool
+    policy: TrainedPolicy, settings: Settings, num_episodes: int, seed: int, *, sample: bool
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Play whole episodes with a trained policy.
 

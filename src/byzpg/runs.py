@@ -80,15 +80,23 @@ class Run:
         last: np.ndarray,
         uniform: np.ndarray,
     ) -> "Run":
-        """A run as far as its metrics [seed, iteration] go, with parameters [seed, agent, d]."""
+        """Build a run, complete or as far as its metrics go.
+
+        Args:
+            settings: What was trained.
+            plan: The batches of all its iterations.
+            metrics: By name, values [seed, iteration].
+            last: The latest parameters [seed, agent, d].
+            uniform: The parameters at iteration T̂, in the same shape.
+        """
         done = metrics["return_mean"].shape[1]
         return cls(
-            settings,
-            plan.trajectories[:done],
-            plan.large[:done],
-            metrics,
-            {"last": last, "uniform": uniform},
-            plan.output_iteration,
+            settings=settings,
+            trajectories=plan.trajectories[:done],
+            large=plan.large[:done],
+            metrics=metrics,
+            parameters={"last": last, "uniform": uniform},
+            output_iteration=plan.output_iteration,
             complete=done == plan.num_iterations,
         )
 
@@ -258,7 +266,15 @@ def _complete(
         output_iteration = int(parameters.pop("output_iteration"))
     except KeyError as error:
         raise ValueError(f"{source}: the results lack {error}.") from None
-    return Run(settings, trajectories, large, metrics, parameters, output_iteration, complete=True)
+    return Run(
+        settings=settings,
+        trajectories=trajectories,
+        large=large,
+        metrics=metrics,
+        parameters=parameters,
+        output_iteration=output_iteration,
+        complete=True,
+    )
 
 
 @contextmanager

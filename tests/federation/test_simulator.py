@@ -318,7 +318,7 @@ def test_federations_side_by_side_do_what_each_does_alone(
 
 OTHER_PLAY: list[dict[str, Any]] = [
     {"large_batch": 7},
-    {"small_batch": 1},
+    {"small_batch": 5},
     {"horizon": 21},
     {"hidden": (5,)},
     {"env": "Pendulum-v1"},

@@ -48,7 +48,7 @@ class Play:
         run = training.load(self.directory)
         policy = run.policy(self.index, self.agent)
         with console.status("playing"):
-            returns, frames = play.evaluate(policy, run.settings, self.episodes, self.seed, self.sample)
+            returns, frames = play.evaluate(policy, run.settings, self.episodes, self.seed, sample=self.sample)
             if frames:
                 figures.save_animation(frames, output)
         listed = ", ".join(f"{each:g}" for each in returns)

@@ -243,7 +243,17 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
     def report(news: str = "") -> None:
         over = finished + len(failed)
         done = (over + sum(running.values())) / max(1, len(cells))
-        on_progress(Progress(finished, len(failed), len(cells), len(running), done, time.monotonic() - started, news))
+        on_progress(
+            Progress(
+                finished=finished,
+                failed=len(failed),
+                total=len(cells),
+                running=len(running),
+                done=done,
+                seconds=time.monotonic() - started,
+                news=news,
+            )
+        )
 
     while waiting or running:
         for worker in workers.idle():

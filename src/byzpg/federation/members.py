@@ -99,9 +99,16 @@ class Peer:
         return np.asarray(own[0])
 
     def combine(self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray) -> np.ndarray | None:
-        """Combine the vectors [K, d] of one round; return the vector to send in the next, or None after the last.
+        """Combine the vectors of one round.
 
-        Phase 0 carries gradients, phase k the k-th round of agreement.
+        Args:
+            iteration: The iteration of training.
+            phase: 0 for gradients, k for the k-th round of agreement.
+            received: The vectors [K, d], with the member's own in its place.
+            present: Which of them have arrived [K].
+
+        Returns:
+            The vector [d] to send in the next round, or None after the last.
         """
         rule = self.aggregator if phase == 0 else self.agreement
         assert rule is not None
@@ -165,7 +172,14 @@ class Peer:
         self.restore(iteration, np.clip(np.concatenate(combined), low, high))
 
     def false_messages(self, attack: Attack, iteration: int, phase: int, truth: np.ndarray) -> list[np.ndarray]:
-        """What an attacker in this place sends to each member [K] instead of `truth`, the only vector it knows."""
+        """What an attacker in this place sends to each member [K].
+
+        Args:
+            attack: The attack.
+            iteration: The iteration of training.
+            phase: As for `combine`.
+            truth: The vector [d] that an honest member would send: all that the attacker knows.
+        """
         vectors = jnp.full((self.num_members, self.dimension), jnp.nan).at[self.index].set(truth)
         key = attack_key(self._player.stream(iteration, round_stream(self.num_members, phase)))
         return list(np.asarray(_false_messages(attack, phase == 0, vectors, self.index, iteration, key)))

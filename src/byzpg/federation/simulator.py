@@ -181,7 +181,7 @@ def _run_on_host(
     metrics = []
     for batch in block.batches.tolist():
         if batch == SKIP:
-            metrics.append(_skip(states, keys, False)[1])
+            metrics.append(_skip(states, keys, large=False)[1])
             continue
         large = batch == LARGE
         # One device: the policies of one time step are too little work to divide.
@@ -189,7 +189,13 @@ def _run_on_host(
         attacks = _attacks_on_play(federations, [players])
         episodes = federations[0].agent.play(players.agents.parameters, players.keys, large, attacks)
         states, entry = _run_iteration(
-            states, keys, placed(episodes, mesh), block.output_iteration, federations, large, mesh
+            states,
+            keys,
+            placed(episodes, mesh),
+            block.output_iteration,
+            federations=federations,
+            large=large,
+            mesh=mesh,
         )
         metrics.append(entry)
     return states, jax.tree.map(lambda *entries: np.stack(entries, axis=1), *metrics)
@@ -206,6 +212,7 @@ def _run_iteration(
     keys: Keys,
     episodes: Episodes,
     output_iteration: Array,
+    *,
     federations: Federations,
     large: bool,
     mesh: Mesh,
