@@ -14,7 +14,7 @@ from byzpg.federation.metrics import METRICS
 from byzpg.live.identity import read_key
 from byzpg.live.manifest import Manifest
 from byzpg.live.peer import LivePeer
-from byzpg.live.rehearsal import RehearsedAttack, parse_attack
+from byzpg.live.rehearsal import RehearsedAttack, WireFault, parse_attack
 from byzpg.live.status import Log, Sink, Status
 from byzpg.live.store import Store
 from byzpg.robust.attacks import Attack
@@ -81,22 +81,10 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
     own = manifest.index(name)
     member, settings = manifest.members[own], manifest.settings()
     private = read_key(options.key, member)
-    attack = None if options.attack is None else parse_attack(options.attack)
-    for option, chosen in (("attack", options.attack), ("seed", options.seed)):
-        if chosen is not None and not manifest.rehearsal:
-            raise ValueError(f"{option} = {chosen} is for rehearsals only, and this manifest says rehearsal = false.")
+    attack = _chosen_attack(manifest, options)
     store = Store(options.directory, manifest, member)
     try:
-        key_data = store.random_key() if options.seed is None else seeded_key(options.seed)
-        peer = ObservedPeer(
-            settings.federation(),
-            settings.schedule(),
-            own,
-            key_data,
-            attack=attack if isinstance(attack, Attack) else None,
-            as_simulated=options.seed is not None,
-        )
-        peer.on_output = store.keep_output
+        peer = _new_peer(settings, own, store, attack=attack, seed=options.seed)
         log = Log(options.directory / "log.jsonl", name, sink)
         status = Status(
             names=tuple(each.name for each in manifest.members),
@@ -106,8 +94,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             reward_threshold=envs.make(settings.env).reward_threshold,
             task=settings.env,
         )
-        for record in store.read_progress():
-            status.curve.append((record["trajectories"], record["return_mean"]))
+        status.curve.extend((record["trajectories"], record["return_mean"]) for record in store.read_progress())
         live = LivePeer(
             manifest=manifest,
             own=own,
@@ -132,6 +119,31 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
         return _write_results(store, settings, peer)
     finally:
         store.close()
+
+
+def _chosen_attack(manifest: Manifest, options: Options) -> Attack | WireFault | None:
+    """The attack that this member rehearses, once the manifest is known to allow its options."""
+    attack = None if options.attack is None else parse_attack(options.attack)
+    for option, chosen in (("attack", options.attack), ("seed", options.seed)):
+        if chosen is not None and not manifest.rehearsal:
+            raise ValueError(f"{option} = {chosen} is for rehearsals only, and this manifest says rehearsal = false.")
+    return attack
+
+
+def _new_peer(
+    settings: Settings, own: int, store: Store, *, attack: Attack | WireFault | None, seed: int | None
+) -> ObservedPeer:
+    """The agent of this member, which keeps its output in the store."""
+    peer = ObservedPeer(
+        settings.federation(),
+        settings.schedule(),
+        own,
+        store.random_key() if seed is None else seeded_key(seed),
+        attack=attack if isinstance(attack, Attack) else None,
+        as_simulated=seed is not None,
+    )
+    peer.on_output = store.keep_output
+    return peer
 
 
 def _write_results(store: Store, settings: Settings, peer: members.Peer) -> RunDirectory:

@@ -139,14 +139,7 @@ class LivePeer:
         self.manifest, self.own, self.private, self.store, self.log = manifest, own, private, store, log
         self.computation, self.status = computation, status
         self.course = manifest.course(own, num_iterations=computation.num_iterations, rounds=computation.rounds)
-        self.codec = Codec(
-            course=self.course,
-            manifest=manifest.digest,
-            run=UUID(manifest.run).bytes,
-            dimension=computation.dimension,
-            state_dimension=computation.state_dimension,
-            keys=[member.verifier() for member in manifest.members],
-        )
+        self.codec = self._new_codec()
         self.outgoing: Outgoing | None = None
         kept_messages = 2 * self.course.per_iteration + 2  # of this iteration, the one before, and both barriers
         self._outbox = store.records("outbox.bin", kept_messages, self.codec.largest)
@@ -156,32 +149,8 @@ class LivePeer:
         self._checkpoint = Checkpoint.of(found[max(found)]) if found else None
         if self._checkpoint is not None:
             computation.restore(self._checkpoint.iteration, self._checkpoint.snapshot)
-        self.protocol = Protocol(
-            course=self.course,
-            seal=self.seal,
-            seal_ask=lambda step: self.codec.encode("ask", step, NOTHING, (), private.signing),
-            verify=self.codec.verify,
-            iteration=0 if self._checkpoint is None else self._checkpoint.iteration,
-            started=self._checkpoint is not None,
-            sent=self._own_messages(),
-        )
-        events = Events(
-            received=self._received,
-            linked=self._linked,
-            unlinked=self._unlinked,
-            refused=self._refused,
-            status=self._report,
-        )
-        self.links = Links(
-            manifest=manifest,
-            own=own,
-            private=private,
-            largest=self.codec.largest,
-            listen=listen,
-            events=events,
-            plan_digest=computation.plan_digest,
-            delay=delay,
-        )
+        self.protocol = self._new_protocol()
+        self.links = self._new_links(listen, delay)
         status.connected = self.links.connected
         self._jobs: asyncio.Queue[Callable[[], Callable[[], list[Action]]]] = asyncio.Queue()
         # Combining a few short vectors takes less time than passing them to another thread.
@@ -191,6 +160,47 @@ class LivePeer:
         self._step_began = 0.0
         self._report_time, self._last_report = -inf, b""
         self._state_message: Message | None = None
+
+    def _new_codec(self) -> Codec:
+        return Codec(
+            course=self.course,
+            manifest=self.manifest.digest,
+            run=UUID(self.manifest.run).bytes,
+            dimension=self.computation.dimension,
+            state_dimension=self.computation.state_dimension,
+            keys=[member.verifier() for member in self.manifest.members],
+        )
+
+    def _new_protocol(self) -> Protocol:
+        """The protocol at the newest checkpoint, or at the start barrier if there is none."""
+        return Protocol(
+            course=self.course,
+            seal=self.seal,
+            seal_ask=lambda step: self.codec.encode("ask", step, NOTHING, (), self.private.signing),
+            verify=self.codec.verify,
+            iteration=0 if self._checkpoint is None else self._checkpoint.iteration,
+            started=self._checkpoint is not None,
+            sent=self._own_messages(),
+        )
+
+    def _new_links(self, listen: str, delay: float) -> Links:
+        events = Events(
+            received=self._received,
+            linked=self._linked,
+            unlinked=self._unlinked,
+            refused=self._refused,
+            status=self._report,
+        )
+        return Links(
+            manifest=self.manifest,
+            own=self.own,
+            private=self.private,
+            largest=self.codec.largest,
+            listen=listen,
+            events=events,
+            plan_digest=self.computation.plan_digest,
+            delay=delay,
+        )
 
     def _own_messages(self) -> dict[int, Message]:
         """The messages that were logged before a restart, and that of the start barrier, which is always the same."""
