@@ -402,7 +402,7 @@ def test_a_port_in_use_or_none_at_all_gives_one_clear_error(server: Monitor, man
 
 def test_a_missing_key_is_reported_before_anything_starts(manifest: Manifest, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="private key of alice cannot be read"):
-        serve(manifest, 0, tmp_path / "alice.key", "127.0.0.1", 0, lambda url: pytest.fail("ready"))
+        serve(manifest, 0, tmp_path / "alice.key", host="127.0.0.1", port=0, on_ready=lambda url: pytest.fail("ready"))
 
 
 def test_a_poll_that_fails_ends_the_monitor_with_its_error(manifest: Manifest) -> None:
@@ -764,7 +764,7 @@ def test_an_interrupt_ends_it_too(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    serve(made, 0, tmp_path / "alice.key", "127.0.0.1", 0, ready)
+    serve(made, 0, tmp_path / "alice.key", host="127.0.0.1", port=0, on_ready=ready)
     assert signal.getsignal(signal.SIGINT) is before
     assert data[0]["statuses"] == dict.fromkeys(NAMES)
 

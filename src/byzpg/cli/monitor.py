@@ -6,7 +6,7 @@ from pathlib import Path
 import tyro
 
 from byzpg.cli.console import say
-from byzpg.cli.live import Membership
+from byzpg.cli.membership import Membership
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Monitor:
         from byzpg.live.monitor import serve
 
         member = Membership.load(self.manifest, self.name, self.key)
-        serve(member.manifest, member.index, member.key, self.host, self.port, _announce)
+        serve(member.manifest, member.index, member.key, host=self.host, port=self.port, on_ready=_announce)
 
 
 def _announce(url: str) -> None:

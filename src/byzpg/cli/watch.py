@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from byzpg.cli.console import console, say
-from byzpg.cli.live import Membership
+from byzpg.cli.membership import Membership
 
 if TYPE_CHECKING:  # needs the extra packages
     from byzpg.live.manifest import Manifest
@@ -94,7 +94,7 @@ def members_table(manifest: "Manifest", statuses: "Statuses") -> Table:
     Numbers that several members report are medians, which a single attacker cannot move.
     """
     table = Table(title=f"federation {manifest.federation[:8]}, run {manifest.run[:8]}")
-    for column in ("member", "state", "iteration", "return", "step", "missed", "weight", "equivocated", "rejected"):
+    for column in ("member", "state", "iteration", "return", "round", "missed", "weight", "equivocated", "rejected"):
         table.add_column(column, justify="left" if column in ("member", "state") else "right")
     for member in manifest.members:
         status, seen = statuses[member.name], _seen_by_others(member.name, statuses)

@@ -160,12 +160,12 @@ class LocalWorkers:
             self._hang_up(worker)
             self._start(index)
             return None if worker.cell is None else Event(worker.cell, "lost", reason=reason)
-        said = json.loads(line)
+        report = json.loads(line)
         cell = worker.cell
         assert cell is not None
-        if said["kind"] != "training":
+        if report["kind"] != "training":
             worker.cell = None
-        return Event(cell, **said)
+        return Event(cell, **report)
 
     def close(self) -> None:
         """End the workers: each finishes its block of iterations and writes a checkpoint; see `worker`."""

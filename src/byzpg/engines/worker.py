@@ -38,8 +38,8 @@ def main() -> None:
         time.sleep(GRACE_SECONDS)
         os._exit(1)
 
-    def answer(**said: Any) -> None:
-        answers.write(json.dumps(said) + "\n")
+    def answer(**report: Any) -> None:
+        answers.write(json.dumps(report) + "\n")
         answers.flush()
 
     threading.Thread(target=listen, daemon=True).start()

@@ -216,7 +216,16 @@ def weighted_scores(policy: Policy, parameters: Array, episodes: Episodes, coeff
 def gradient(
     policy: Policy, parameters: Array, episodes: Episodes, estimator: Estimator, discount: float, clock: Clock
 ) -> Array:
-    """Estimate ∇J(θ) from a batch of each agent's episodes: (1/N) Σ_i g(τ_i|θ) [agent, d]."""
+    """Estimate ∇J(θ) from a batch of each agent's episodes: (1/N) Σ_i g(τ_i|θ) [agent, d].
+
+    Args:
+        policy: The policy's architecture.
+        parameters: θ [agent, d], with which the episodes were played.
+        episodes: N episodes of each agent.
+        estimator: g.
+        discount: γ.
+        clock: The spans of time for which gradients are computed at once.
+    """
     coefficients = estimator.coefficients(episodes.rewards, discount, None)
     return weighted_scores(policy, parameters[None], episodes, coefficients[None], clock)[0]
 

@@ -43,12 +43,29 @@ def play(
     """Play episodes of any task, as `rollout` does.
 
     Tasks on the host cannot be played inside a compiled program: for them, this function must not be traced.
+
+    Args:
+        task: The task, the same for all agents.
+        policy: The policy's architecture, the same for all agents.
+        parameters: The parameters of each agent's policy [agent, d].
+        keys: A random key for each agent [agent].
+        num_episodes: The number of episodes that each agent plays.
+        horizon: The number of time steps after which an episode is cut off.
+        attackers: Attacks on play, as for `rollout`.
     """
     if not isinstance(task, HostTask):
         return rollout(task, policy, parameters, keys, num_episodes=num_episodes, horizon=horizon, attackers=attackers)
     clock = Clock(horizon)
     record = _Record(task, clock, len(parameters), num_episodes)
-    actor = _Actor(policy, task.action_space, clock, num_episodes, keys, _weights(parameters, policy), attackers)
+    actor = _Actor(
+        policy=policy,
+        action_space=task.action_space,
+        clock=clock,
+        num_episodes=num_episodes,
+        keys=keys,
+        weights=_weights(parameters, policy),
+        attackers=attackers,
+    )
     with task.stage(record.num_rows) as stage:
         _play_on_stage(stage, record, actor)
     returns = jnp.sum(jnp.asarray(record.by_agent(record.rewards)), axis=2)
@@ -125,7 +142,7 @@ class _Record:
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Actor:
     """All agents of a rollout: they choose actions and record rewards."""
 

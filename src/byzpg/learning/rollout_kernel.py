@@ -163,7 +163,15 @@ def play_in_kernel(
         start = Ongoing(state, episodes.alive[...] != 0, episodes.lengths[...])
 
         def step(index: Array, ongoing: Ongoing) -> Ongoing:
-            return _step_in_kernel(setup, first_time, episodes, agent, results, index, ongoing)
+            return _step_in_kernel(
+                setup,
+                index,
+                ongoing,
+                first_time=first_time,
+                episodes=episodes,
+                agent=agent,
+                results=results,
+            )
 
         end = lax.fori_loop(0, len(inputs.times), step, start)
         for ref, leaf in zip(results.state, jax.tree.leaves(end.state), strict=True):
@@ -225,14 +233,15 @@ def _written(setup: Setup, blocks: _Blocks, ongoing: Ongoing, num_steps: int) ->
 
 def _step_in_kernel(
     setup: Setup,
+    index: Array,
+    ongoing: Ongoing,
+    *,
     first_time: Any,
     episodes: _PerEpisode,
     agent: _PerAgent,
     results: _Results,
-    index: Array,
-    ongoing: Ongoing,
 ) -> Ongoing:
-    """Step number `index` of one block of episodes. All inputs and results are references."""
+    """Step number `index` of one block of episodes. What the kernel reads and writes is passed as references."""
     env, policy = setup.env, setup.policy
     observed = env.observe(ongoing.state)
     outputs = _outputs(policy, agent.layers, observed)

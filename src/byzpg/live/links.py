@@ -65,7 +65,15 @@ def keep_runtime() -> None:
 
 
 def open_channel(manifest: Manifest, own: int, private: PrivateIdentity, other: int, largest: int) -> aio.Channel:
-    """Open a connection that only the member at position `other` can answer."""
+    """Open a connection that only the member at position `other` can answer.
+
+    Args:
+        manifest: The federation.
+        own: The position of the member that connects.
+        private: Its keys.
+        other: The position of the member that answers.
+        largest: The size in bytes of the largest message.
+    """
     keep_runtime()
     member = manifest.members[other]
     credentials = grpc.ssl_channel_credentials(
@@ -167,7 +175,7 @@ class Links:
         self._banished: dict[int, float] = {}
         self._dialers: list[asyncio.Task[None]] = []
         self._by_fingerprint = {member.fingerprint: index for index, member in enumerate(manifest.members)}
-        self._said: dict[int, str] = {}
+        self._reported: dict[int, str] = {}
         keep_runtime()
         self._server = aio.server(options=channel_options(self.limit), compression=grpc.Compression.NoCompression)
 
@@ -266,20 +274,20 @@ class Links:
                 if not call.done():
                     call.cancel()
                 elif failure is not None:
-                    self._say(other, failure.code(), failure.details())
+                    self._report_failure(other, failure.code(), failure.details())
                 elif (code := await call.code()) != grpc.StatusCode.OK:
-                    self._say(other, code, await call.details())
+                    self._report_failure(other, code, await call.details())
                 if asyncio.get_running_loop().time() - began > LARGEST_BACKOFF:
                     backoff = FIRST_BACKOFF
             except aio.AioRpcError as error:
-                self._say(other, error.code(), error.details())
+                self._report_failure(other, error.code(), error.details())
             finally:
                 await channel.close()
             banished = self._banished.get(other, 0) - asyncio.get_running_loop().time()
             await asyncio.sleep(max(backoff, banished))
             backoff = min(2 * backoff, LARGEST_BACKOFF)
 
-    def _say(self, other: int, code: grpc.StatusCode, details: str | None) -> None:
+    def _report_failure(self, other: int, code: grpc.StatusCode, details: str | None) -> None:
         """Report why there is no connection, once for each reason."""
         reason = {
             grpc.StatusCode.FAILED_PRECONDITION: "manifest",
@@ -289,8 +297,8 @@ class Links:
         }.get(code, "unreachable")
         # Another member chose these words, and they may be shown in a terminal.
         words = "".join(each if each.isprintable() else " " for each in (details or code.name)[:300]).strip()
-        if self._said.get(other) != reason or reason == "oversized":
-            self._said[other] = reason
+        if self._reported.get(other) != reason or reason == "oversized":
+            self._reported[other] = reason
             self.events.refused(other, reason, words)
 
     # Either direction
@@ -333,8 +341,8 @@ class Links:
         if isinstance(theirs, bytes):
             self._banished[other] = asyncio.get_running_loop().time() + BANISHMENT
             words = self._difference(theirs)
-            if self._said.get(other) != words:
-                self._said[other] = words
+            if self._reported.get(other) != words:
+                self._reported[other] = words
                 self.events.refused(other, "manifest", f"its manifest differs: {words}")
             await refuse(f"{self.manifest.members[self.own].name} has another manifest: {words}")
         return False
@@ -354,7 +362,7 @@ class Links:
 
         If a write fails first, the call has another status, which does not tell what the other side did.
         """
-        self._said.pop(other, None)
+        self._reported.pop(other, None)
         self.connected.add(other)
         self.events.linked(other)
         writer = asyncio.create_task(self._write(other, write))

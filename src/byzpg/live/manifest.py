@@ -224,7 +224,15 @@ class Manifest:
 def new_manifest(
     members: Sequence[Member], num_byzantine: int, training: dict[str, Any], times: Times, rehearsal: bool
 ) -> Manifest:
-    """Make the manifest of a new federation, with new ids."""
+    """Make the manifest of a new federation, with new ids.
+
+    Args:
+        members: The members, in the order of their positions.
+        num_byzantine: f, the number of faulty members to tolerate.
+        training: Options of `Config`.
+        times: How long members wait for each other.
+        rehearsal: Whether members may attack on purpose.
+    """
     return Manifest(
         federation=str(uuid4()),
         run=str(uuid4()),

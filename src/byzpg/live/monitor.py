@@ -126,7 +126,7 @@ class Monitor:
                     await asyncio.sleep(0.05)
 
 
-def serve(manifest: Manifest, own: int, key: Path, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+def serve(manifest: Manifest, own: int, key: Path, *, host: str, port: int, on_ready: Callable[[str], None]) -> None:
     """Serve the status page until Ctrl-C or SIGTERM.
 
     Args:

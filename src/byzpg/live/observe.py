@@ -79,26 +79,26 @@ def parse_status(raw: bytes, name: str, names: Sequence[str]) -> Answer | None:
         The answer, or None if it is not a JSON object.
     """
     try:
-        said = json.loads(raw)
+        answer = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict):
+    if not isinstance(answer, dict):
         return None
-    state, waiting_for, rehearsal = said.get("state"), said.get("waiting_for"), said.get("rehearsal")
-    diameters, others = _table(said.get("diameters")), _table(said.get("others"))
-    seconds = [value for value in _numbers(said.get("step_seconds"), RECENT_STEPS) if value >= 0]
+    state, waiting_for, rehearsal = answer.get("state"), answer.get("waiting_for"), answer.get("rehearsal")
+    diameters, others = _table(answer.get("diameters")), _table(answer.get("others"))
+    seconds = [value for value in _numbers(answer.get("step_seconds"), RECENT_STEPS) if value >= 0]
     return {
         "name": name,
-        "task": _text(said.get("task")),
+        "task": _text(answer.get("task")),
         "state": state if isinstance(state, str) and state in STATES else "unknown",  # pyright: ignore[reportReturnType]
         "rehearsal": _text(rehearsal) or None,
-        "iteration": _count(said.get("iteration")),
-        "num_iterations": _count(said.get("num_iterations")),
-        "step": _count(said.get("step")),
+        "iteration": _count(answer.get("iteration")),
+        "num_iterations": _count(answer.get("num_iterations")),
+        "step": _count(answer.get("step")),
         "waiting_for": [each for each in names if isinstance(waiting_for, list) and each in waiting_for],
-        "uptime": max(0.0, _number(said.get("uptime")) or 0.0),
-        "curve": list(_curve(said.get("curve"))),
-        "reward_threshold": _number(said.get("reward_threshold")),
+        "uptime": max(0.0, _number(answer.get("uptime")) or 0.0),
+        "curve": list(_curve(answer.get("curve"))),
+        "reward_threshold": _number(answer.get("reward_threshold")),
         "diameters": {
             phase: value
             for phase in ("gradients", "parameters")
@@ -106,22 +106,22 @@ def parse_status(raw: bytes, name: str, names: Sequence[str]) -> Answer | None:
         },
         "step_seconds": seconds,
         "median_step_seconds": statistics.median(seconds) if seconds else None,
-        "bytes_sent": _count(said.get("bytes_sent")),
-        "bytes_received": _count(said.get("bytes_received")),
+        "bytes_sent": _count(answer.get("bytes_sent")),
+        "bytes_received": _count(answer.get("bytes_received")),
         "others": {each: _seen(_table(others.get(each))) for each in names},
-        "strangers": _reasons(said.get("strangers")),
+        "strangers": _reasons(answer.get("strangers")),
     }
 
 
-def _seen(said: dict[str, Any]) -> Seen:
-    present, weight = said.get("present"), _number(said.get("weight"))
+def _seen(report: dict[str, Any]) -> Seen:
+    present, weight = report.get("present"), _number(report.get("weight"))
     return {
-        "connected": said.get("connected") is True,
+        "connected": report.get("connected") is True,
         "present": present if isinstance(present, bool) else None,
-        "absences": _count(said.get("absences")),
+        "absences": _count(report.get("absences")),
         "weight": None if weight is None else min(max(weight, 0.0), 1.0),
-        "equivocations": _count(said.get("equivocations")),
-        "rejected": _reasons(said.get("rejected")),
+        "equivocations": _count(report.get("equivocations")),
+        "rejected": _reasons(report.get("rejected")),
     }
 
 
@@ -159,8 +159,8 @@ def _curve(points: Any) -> Iterator[tuple[int, float]]:
                 yield at, value
 
 
-def _reasons(said: Any) -> dict[str, int]:
-    fitting = ((why, _count(number)) for why, number in _table(said).items() if REASON.fullmatch(why))
+def _reasons(counts: Any) -> dict[str, int]:
+    fitting = ((why, _count(number)) for why, number in _table(counts).items() if REASON.fullmatch(why))
     return dict(islice(((why, number) for why, number in fitting if number), MOST_REASONS))
 
 

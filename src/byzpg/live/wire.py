@@ -66,7 +66,15 @@ class Codec:
         receipts: Sequence[Receipt],
         signing: ed25519.Ed25519PrivateKey,
     ) -> Message:
-        """Sign a message of this member."""
+        """Sign a message of this member.
+
+        Args:
+            kind: What the message is: a vector, a state, or an ask.
+            step: The step to which it belongs; for a state, the first one of its iteration.
+            vector: What it carries; empty for an ask, and at a barrier.
+            receipts: Receipts of the messages that arrived in the round before.
+            signing: The private key of this member.
+        """
         packed = b"".join(RECEIPT.pack(each.sender, each.digest, each.signature) for each in receipts)
         raw = np.ascontiguousarray(vector, "<f4").data.cast("B") if len(vector) else b""
         hashed = sha256(packed)
@@ -75,7 +83,16 @@ class Codec:
         head = self._head(kind, self.course.own, step, len(vector), digest)
         signature = signing.sign(TAG + head)
         frame = b"".join((head, signature, packed, raw))
-        return Message(kind, self.course.own, step, vector, tuple(receipts), digest, signature, frame)
+        return Message(
+            kind=kind,
+            sender=self.course.own,
+            step=step,
+            vector=vector,
+            receipts=tuple(receipts),
+            digest=digest,
+            signature=signature,
+            frame=frame,
+        )
 
     def decode(self, frame: bytes, sender: int) -> Message:
         """Read a message that came over the connection of member `sender`.
@@ -120,7 +137,16 @@ class Codec:
         vector = np.frombuffer(frame, "<f4", dimension, receipts_end)
         if not is_sound_on_host(vector):
             raise Rejected("non-finite")
-        return Message(kind, sender, step, vector, receipts, digest, signature, frame)
+        return Message(
+            kind=kind,
+            sender=sender,
+            step=step,
+            vector=vector,
+            receipts=receipts,
+            digest=digest,
+            signature=signature,
+            frame=frame,
+        )
 
     def verify(self, receipt: Receipt) -> bool:
         """Whether the member that a receipt names has signed it for a vector of this run."""

@@ -136,8 +136,20 @@ def apply_rule(
 ) -> Applied:
     """Check the arguments, apply `rule` to the rows [K, d], and raise an error if the result is undefined.
 
-    Under jit or vmap, where values are not known yet, an undefined result is NaN instead. The arguments are those of
-    `Aggregator` and `Agreement`.
+    Under jit or vmap, where values are not known yet, an undefined result is NaN instead.
+
+    Args:
+        rule: The aggregation or agreement rule.
+        received: The vectors [K, d], one row per sender.
+        num_byzantine: f, the number of Byzantine rows to tolerate.
+        present: Which rows [K] have arrived; None for all of them.
+        key: Random key, for randomised rules.
+        own: The receiver's own row; None if it has none.
+        with_weights: Whether to return the weight of each sender, for a rule that has weights.
+
+    Raises:
+        TypeError: If an argument has the wrong type, or weights are asked of a rule that has none.
+        ValueError: If the rule does not tolerate f of K, a shape is wrong, or the result is undefined.
     """
     rows = check_vectors("received", received)
     rule.check(len(rows), check_num_byzantine(num_byzantine))
