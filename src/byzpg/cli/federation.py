@@ -160,7 +160,7 @@ class Demo:
 
     def _train(self, manifest: "Manifest", honest: Sequence[str]) -> None:
         """Run one process per member until all honest ones have finished."""
-        from byzpg.cli.live import Membership
+        from byzpg.cli.membership import Membership
         from byzpg.cli.watch import watch
 
         names = [member.name for member in manifest.members]
