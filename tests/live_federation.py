@@ -55,7 +55,7 @@ def found(folder: Path, addresses: list[str], times: Times, rehearsal: bool = Tr
         write_identity(folder, *identity)
     training = Config(num_agents=len(NAMES), num_byzantine=1, num_attackers=0, num_seeds=1, **options).resolved()
     chosen = {name: value for name, value in training.as_data().items() if name not in FIXED}
-    manifest = new_manifest([member for member, _ in made], 1, chosen, times, rehearsal)
+    manifest = new_manifest([member for member, _ in made], 1, chosen, times, rehearsal=rehearsal)
     manifest.write(folder / "federation.toml")
     return manifest
 

@@ -8,6 +8,7 @@ import pytest
 from byzpg.config import Config
 from byzpg.federation.algorithms import Agent
 from byzpg.federation.members import Peer, Server, Worker, seeded_key
+from byzpg.live.member import _new_peer
 
 SHORT: dict[str, Any] = {
     "num_agents": 5,
@@ -51,6 +52,22 @@ def test_a_gradient_is_computed_once_unless_it_is_compared_with_the_simulator(ba
     twice = peer(as_simulated=True, step_size=0.0112).begin(0)
     assert batches == [1, 2]
     np.testing.assert_allclose(once, twice, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_only_rehearsals_with_a_seed_are_computed_as_in_the_simulator(seed: int | None, batches: list[int]) -> None:
+    class Keys:
+        """All that a new member asks of its store."""
+
+        def random_key(self) -> np.ndarray:
+            return KEY
+
+        def keep_output(self, parameters: np.ndarray) -> None: ...
+
+    settings = Config(**(SHORT | {"step_size": 0.0113 if seed is None else 0.0114})).resolved()
+    member = _new_peer(settings, 1, Keys(), attack=None, seed=seed)  # pyright: ignore[reportArgumentType]
+    member.begin(0)
+    assert batches == [1 if seed is None else 2]
 
 
 def test_peers_go_the_same_way_with_either_rounding() -> None:

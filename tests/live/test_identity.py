@@ -44,7 +44,7 @@ TRAINING: dict[str, Any] = {
     "aggregator": "NNM(TrimmedMean())",
     "estimator": 'GPOMDP(baseline="leave-one-out")',
 }
-MANIFEST = new_manifest(MEMBERS, 1, TRAINING, Times(grace=0.1), False)
+MANIFEST = new_manifest(MEMBERS, 1, TRAINING, Times(grace=0.1), rehearsal=False)
 
 
 def write(path: Path, text: str) -> Path:
@@ -585,7 +585,9 @@ def test_an_option_of_a_wrong_type_is_an_error_in_words(option):
 
 def test_training_must_be_plain():
     with pytest.raises(ValueError, match="training must hold plain values, components as text"):
-        new_manifest(MEMBERS, 1, {"aggregator": Config(aggregator="RFA").resolved().aggregator}, Times(), False)
+        new_manifest(
+            MEMBERS, 1, {"aggregator": Config(aggregator="RFA").resolved().aggregator}, Times(), rehearsal=False
+        )
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"version = ", b"version = 1\nversion = 1", b"a = " + b"[" * 100_000])
@@ -640,7 +642,9 @@ def test_a_missing_member_in_words():
 
 
 def test_many_differences_are_counted():
-    other = new_manifest([generate(f"m{index}", f"m{index}:1")[0] for index in range(5)], 1, {}, Times(), True)
+    other = new_manifest(
+        [generate(f"m{index}", f"m{index}:1")[0] for index in range(5)], 1, {}, Times(), rehearsal=True
+    )
     words = MANIFEST.difference(other.canonical)
     assert words.count(";") == 8
     assert words.endswith(" more")

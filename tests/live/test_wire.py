@@ -28,7 +28,7 @@ MEMBERS = [
     replace(generate(name, f"{name}.example:7000")[0], public_key=key.public_key().public_bytes_raw().hex())
     for name, key in zip(("ada", "bob", "cy", "di", "eve"), SIGNING, strict=True)
 ]
-MANIFEST = new_manifest(MEMBERS, F, {"env": "CartPole-v1"}, Times(), False)
+MANIFEST = new_manifest(MEMBERS, F, {"env": "CartPole-v1"}, Times(), rehearsal=False)
 COURSE = Course(num_members=K, num_byzantine=F, own=RECEIVER, rounds=ROUNDS, num_iterations=ITERATIONS)
 LAST = COURSE.last
 CODEC = Codec(

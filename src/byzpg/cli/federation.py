@@ -98,7 +98,7 @@ def make_manifest(members: "Sequence[Member]", options: Config, *, waiting: Wait
             raise ValueError(f"--{option.replace('_', '-')} cannot be set here: it follows from the members.")
     planned = replace(options, num_agents=len(members), num_seeds=1).resolved()
     training = {name: value for name, value in planned.as_data().items() if name not in FIXED}
-    return new_manifest(members, planned.num_byzantine, training, waiting.times(), rehearsal)
+    return new_manifest(members, planned.num_byzantine, training, waiting.times(), rehearsal=rehearsal)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def is_done(cell: Cell, folder: Path) -> bool:
             raise ValueError("its config.json is not the one that its name stands for.")
         return kept.complete and _fits(kept.read_results())
     except ValueError as error:
-        raise ValueError(f"{path} is broken: {error} Remove it, and the cell is trained anew.") from None
+        raise ValueError(f"{path} is broken: {error} Remove it, and the cell is trained again.") from None
 
 
 def _fits(run: Run) -> bool:

@@ -222,7 +222,7 @@ class Manifest:
 
 
 def new_manifest(
-    members: Sequence[Member], num_byzantine: int, training: dict[str, Any], times: Times, rehearsal: bool
+    members: Sequence[Member], num_byzantine: int, training: dict[str, Any], times: Times, *, rehearsal: bool
 ) -> Manifest:
     """Make the manifest of a new federation, with new ids.
 
