@@ -264,7 +264,7 @@ def test_only_a_complete_and_sound_run_is_done(cells: Sequence[Cell], tmp_path: 
     assert is_done(cell, tmp_path)
 
     def broken(words: str) -> None:
-        with pytest.raises(ValueError, match="Remove it, and the cell is trained anew") as error:
+        with pytest.raises(ValueError, match="Remove it, and the cell is trained again") as error:
             is_done(cell, tmp_path)
         assert str(path) in str(error.value)
         assert words in str(error.value)

@@ -123,7 +123,8 @@ class Sweep:
 def _check_table(table: object, shared: Mapping[str, Any], source: str) -> None:
     if not isinstance(table, dict) or not table:
         raise ValueError(f"{source} needs a table [grid] of options and lists of their values: seed = [0, 1, 2].")
-    Config.of(table, f"{source}, [grid]")
+    firsts = {name: choices[0] if isinstance(choices, list) and choices else None for name, choices in table.items()}
+    Config.of(firsts, f"{source}, [grid]")  # refuses unknown options
     for option, choices in table.items():
         if not isinstance(choices, list) or not choices:
             raise ValueError(f"{source}, [grid]: {option} must be a list of at least one value, got {choices!r}.")
