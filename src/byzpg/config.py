@@ -290,7 +290,8 @@ def _with_theory(values: dict[str, Any]) -> "Settings":
     for option in by_theory:
         if values[option] != "theory":
             raise ValueError(f"{option} must be a number or 'theory', got {values[option]!r}.")
-    settings = Settings(**(values | dict.fromkeys(by_theory, 1)))
+    placeholders: dict[str, Any] = dict.fromkeys(by_theory, 1)
+    settings = Settings(**(values | placeholders))
     if "switch_probability" in by_theory:
         settings = replace(settings, switch_probability=1 / settings.large_batch)
     if "rounds" in by_theory:

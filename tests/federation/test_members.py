@@ -64,7 +64,8 @@ def test_only_rehearsals_with_a_seed_are_computed_as_in_the_simulator(seed: int 
 
         def keep_output(self, parameters: np.ndarray) -> None: ...
 
-    settings = Config(**(SHORT | {"step_size": 0.0113 if seed is None else 0.0114})).resolved()
+    options: dict[str, Any] = SHORT | {"step_size": 0.0113 if seed is None else 0.0114}
+    settings = Config(**options).resolved()
     member = _new_peer(settings, 1, Keys(), attack=None, seed=seed)  # pyright: ignore[reportArgumentType]
     member.begin(0)
     assert batches == [1 if seed is None else 2]

@@ -15,9 +15,9 @@ Examples:
 """
 
 from byzpg.robust import aggregators, agreement, attacks, certificates, exchange
-from byzpg.robust.aggregators import *  # noqa: F403
+from byzpg.robust.aggregators import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from byzpg.robust.agreement import Agreement, WeightedAgreement
-from byzpg.robust.attacks import *  # noqa: F403
+from byzpg.robust.attacks import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from byzpg.robust.certificates import Certificate, certificate
 from byzpg.robust.geometry import Cloud
 from byzpg.robust.least_diameter import SearchLimitError
