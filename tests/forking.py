@@ -174,9 +174,15 @@ if __name__ == "__main__":
     import jax
 
     import byzpg.cli.membership
+    import byzpg.cli.parsing
+    import byzpg.engines.local
+    import byzpg.experiments.figures
+    import byzpg.experiments.report
+    import byzpg.experiments.sweeps
     import byzpg.live.member
     import byzpg.live.monitor
-    import byzpg.training  # noqa: F401
+    import byzpg.play
+    import byzpg.training  # noqa: F401  # all that commands import when they need it
     from byzpg.cli.console import console, errors
 
     if (asked := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:

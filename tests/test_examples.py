@@ -79,6 +79,7 @@ def test_the_rule_of_ones_own_leaves_out_what_is_not_finite(monkeypatch: pytest.
     np.testing.assert_allclose(AroundMedoid()(rows, num_byzantine=2), [1.0, 2.0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_of_three_rules_the_mean_alone_learns_nothing(tmp_path: Path) -> None:
     text = example("compare_rules.py", tmp_path)
     assert number(r"  mean +(\d+) of 200", text) < 30
@@ -86,6 +87,7 @@ def test_of_three_rules_the_mean_alone_learns_nothing(tmp_path: Path) -> None:
         assert number(rf"  {name} +(\d+) of 200", text) > 120
 
 
+@pytest.mark.slow
 def test_a_trained_policy_balances_the_pole_of_gymnasium_and_is_loaded_the_second_time(tmp_path: Path) -> None:
     text = example("use_policy.py", tmp_path)
     assert number(r"Random actions in Gymnasium: mean return (\d+)", text) < 60
@@ -108,21 +110,34 @@ def without_numbers(text: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"-?\d+\.?\d*", "#", text))
 
 
-def test_the_notebook_has_its_outputs_and_its_cells_still_run(tmp_path: Path) -> None:
+def stored_output() -> str:
+    """What the notebook's cells printed when it was saved."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    return "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+
+
+def check_findings(text: str) -> None:
+    assert number(r"RFA (\d+), plain mean", text) > 120
+    assert number(r"plain mean (\d+) in the last", text) < 30
+    assert number(r"NNM\(TrimmedMean\(\)\) under .+ C_ra (\S+)", text) < 3
+
+
+def test_the_notebook_has_its_outputs() -> None:
     assert NOTEBOOK.stat().st_size < 300_000
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert {output["output_type"] for output in outputs} == {"stream", "execute_result"}
-    stored = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    check_findings(stored_output())
 
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_still_run(tmp_path: Path) -> None:
     printed = run(NOTEBOOK, tmp_path, program=CELLS)
-    assert without_numbers(printed) == without_numbers(stored)
-    for text in (stored, printed):
-        assert number(r"RFA (\d+), plain mean", text) > 120
-        assert number(r"plain mean (\d+) in the last", text) < 30
-        assert number(r"NNM\(TrimmedMean\(\)\) under .+ C_ra (\S+)", text) < 3
+    assert without_numbers(printed) == without_numbers(stored_output())
+    check_findings(printed)
 
 
 def test_every_example_is_tested_and_listed_and_says_how_to_run_it() -> None:
@@ -133,8 +148,21 @@ def test_every_example_is_tested_and_listed_and_says_how_to_run_it() -> None:
         assert f"examples/{path.name}" in path.read_text()
 
 
-@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
-def test_benchmarks_start_without_the_tests_and_name_their_baseline(path: Path, tmp_path: Path) -> None:
-    text = run(path, tmp_path, "--help")
-    assert f"python benchmarks/{path.name}" in text
-    assert "aseline" in text
+# The help of every script, one after the other in one process, which is faster.
+HELP = """
+import contextlib, runpy, sys
+paths = sys.argv[1:]
+for path in paths:
+    sys.argv = [path, "--help"]
+    print("HELP OF", path)
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(path, run_name="__main__")
+"""
+
+
+def test_benchmarks_start_without_the_tests_and_name_their_baseline(tmp_path: Path) -> None:
+    paths = sorted(BENCHMARKS.glob("*.py"))
+    texts = run(paths[0], tmp_path, *paths[1:], program=HELP).split("HELP OF ")[1:]
+    for path, text in zip(paths, texts, strict=True):
+        assert f"python benchmarks/{path.name}" in text
+        assert "aseline" in text

@@ -181,14 +181,15 @@ def test_pages_are_generated_from_the_code(site: Path) -> None:
     assert 'id="byzpg.robust.aggregators.RFA"' in rules
 
 
-def test_every_page_is_readable(browser: Browser, server: str, pages: list[str]) -> None:
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_pages_are_readable(browser: Browser, server: str, pages: list[str], step: int) -> None:
     """On a phone, in light and dark: no errors, nothing wider than the page, large and clear text."""
     problems: list[str] = []
     page = browser.new_page(viewport=PHONE, color_scheme="light")  # pyright: ignore[reportArgumentType]
     page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("response", lambda reply: problems.append(f"{reply.url}: {reply.status}") if reply.status >= 400 else None)
-    for name in pages:
+    for name in pages[::step]:
         page.goto(server + name)
         problems += [f"/{name}, light: {each}" for each in troubles(page)]
         page.evaluate(DARKEN)
