@@ -125,7 +125,8 @@ def record_flower(folder: Path) -> None:
     for name, value in (("_task_id", 1), ("_run_id", test_flower.RUN), ("_node_id", test_flower.SERVER)):
         setattr(test_flower.TaskIdentity, name, value)  # what Flower tells its processes about themselves
     attacked = {"rehearsal-attack": "AvgZero", "rehearsal-attackers": "3"}
-    for name, given in {"ByzPG": {}, "attacked": attacked, "mean": {"algorithm": "Fed-PAGE-PG"}}.items():
+    mean = {"algorithm": "Fed-PAGE-PG", "num-byzantine": 0}
+    for name, given in {"ByzPG": {}, "attacked": attacked, "mean": mean}.items():
         (folder / name).mkdir(parents=True)
         test_flower.flower_run(folder / name, trajectories=30, **given)
 
