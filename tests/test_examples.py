@@ -61,6 +61,7 @@ def test_a_task_of_ones_own_is_learned_beside_an_attacker(tmp_path: Path) -> Non
     assert "too warm: cool" in text
 
 
+@pytest.mark.slow
 def test_a_rule_of_ones_own_withstands_an_attack_of_ones_own_and_the_mean_does_not(tmp_path: Path) -> None:
     text = example("own_rule_and_attack.py", tmp_path)
     assert 0.8 < number(r"AroundMedoid\(\) of ten .+: (.+)", text) < 1.2

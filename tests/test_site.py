@@ -148,6 +148,7 @@ def browser() -> Iterator[Browser]:
         launched.close()
 
 
+@pytest.mark.slow
 def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
     parsed = {path.relative_to(site).as_posix(): Anchors(path.read_text()) for path in site.rglob("*.html")}
     assert len(parsed) > 30
@@ -165,12 +166,14 @@ def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
     assert not broken, "\n".join(broken)
 
 
+@pytest.mark.slow
 def test_nothing_comes_from_another_server(site: Path) -> None:
     """The site works without a network: fonts, scripts and pictures are its own."""
     loaded = re.compile(r"<(?:link|script|img|iframe)[^>]*(?:href|src)=[\"']?(?:https?:)?//")
     assert not [path for path in site.rglob("*.html") if loaded.search(path.read_text())]
 
 
+@pytest.mark.slow
 def test_pages_are_generated_from_the_code(site: Path) -> None:
     commands = (site / "reference" / "commands" / "index.html").read_text()
     assert all(name in commands for name in ("byzpg federation demo", "--switch-probability", "--metrics-port"))
@@ -181,15 +184,15 @@ def test_pages_are_generated_from_the_code(site: Path) -> None:
     assert 'id="byzpg.robust.aggregators.RFA"' in rules
 
 
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_pages_are_readable(browser: Browser, server: str, pages: list[str], step: int) -> None:
+@pytest.mark.slow
+def test_every_page_is_readable(browser: Browser, server: str, pages: list[str]) -> None:
     """On a phone, in light and dark: no errors, nothing wider than the page, large and clear text."""
     problems: list[str] = []
     page = browser.new_page(viewport=PHONE, color_scheme="light")  # pyright: ignore[reportArgumentType]
     page.on("console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("response", lambda reply: problems.append(f"{reply.url}: {reply.status}") if reply.status >= 400 else None)
-    for name in pages[::step]:
+    for name in pages:
         page.goto(server + name)
         problems += [f"/{name}, light: {each}" for each in troubles(page)]
         page.evaluate(DARKEN)
@@ -210,6 +213,7 @@ def troubles(page: Page) -> Iterator[str]:
         yield f"a contrast of {found['contrast']:.1f}: {found['where']}"
 
 
+@pytest.mark.slow
 def test_light_and_dark_can_be_switched_and_the_search_finds_a_rule(browser: Browser, server: str) -> None:
     page = browser.new_page(viewport=DESKTOP, color_scheme="light")  # pyright: ignore[reportArgumentType]
     page.set_default_timeout(120_000)  # a busy machine takes its time
