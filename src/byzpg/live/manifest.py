@@ -4,6 +4,7 @@ Its hash is in every message.
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,9 @@ VERSION = 1
 FIXED = ("num_agents", "num_byzantine", "num_attackers", "attack", "byzantine_set", "num_seeds")
 # The name of num_byzantine in the files of byzpg 0.1 and in the bytes that are hashed, which are part of the protocol.
 NUM_BYZANTINE_ON_WIRE = "num_faulty"
+# Keys that a first manifest lacks, with what they are then.
+OPTIONAL: dict[str, Any] = {"predecessor": None, "from_iteration": 0, "initial": None}
+HASH = re.compile(r"[0-9a-f]{64}")
 # The name of num_byzantine in a Config of byzpg 0.1.
 OLD_OPTION = "num_declared"
 
@@ -53,6 +57,9 @@ class Manifest:
     times: Times
     training: dict[str, Any]  # options of Config
     members: tuple[Member, ...]
+    predecessor: str | None = None  # the digest, hexadecimal, of the manifest that this one replaces
+    from_iteration: int = 0  # the iteration before which it replaces it
+    initial: str | None = None  # SHA-256 of θ_0, hexadecimal; None if θ_0 follows from the seed
 
     def __post_init__(self) -> None:
         for field in ("federation", "run"):
@@ -62,6 +69,16 @@ class Manifest:
                 raise ValueError(f"{field} must be an id such as {uuid4()}, got {getattr(self, field)!r}.") from None
         if type(self.num_byzantine) is not int or type(self.rehearsal) is not bool:
             raise ValueError("num_byzantine must be a whole number, and rehearsal true or false.")
+        for field in ("predecessor", "initial"):
+            value = getattr(self, field)
+            if value is not None and not (isinstance(value, str) and HASH.fullmatch(value)):
+                raise ValueError(f"{field} must be 64 digits of 0-9 and a-f, got {value!r}.")
+        start = self.from_iteration
+        if type(start) is not int or not 0 <= start < 2**32 or (start > 0) != (self.predecessor is not None):
+            raise ValueError(
+                f"from_iteration must be a whole number of 1 or more if there is a predecessor, and is left out "
+                f"otherwise; got {start!r}."
+            )
         if len(self.members) < 2:
             raise ValueError(f"a federation needs at least 2 members, got {len(self.members)}.")
         for what in ("name", "address", "public_key", "fingerprint"):
@@ -109,7 +126,12 @@ class Manifest:
             "times": {name: float(seconds) for name, seconds in asdict(self.times).items()},
             "training": {option: value for option, value in self.training.items() if value is not None},
             "members": [member.as_data() for member in self.members],
+            **self._optional_data(),
         }
+
+    def _optional_data(self) -> dict[str, Any]:
+        """What a first manifest lacks; without it, the canonical bytes are those of byzpg 0.2."""
+        return {name: value for name in OPTIONAL if (value := getattr(self, name))}
 
     @property
     def canonical(self) -> bytes:
@@ -165,9 +187,11 @@ class Manifest:
     def to_toml(self) -> str:
         data = self.as_data()
         times, training, members = data.pop("times"), data.pop("training"), data.pop("members")
+        again = "# To run the federation again from the beginning, change the id `run`.\n"
         parts = [
             "# A byzpg federation. Every member needs a manifest with the same content.\n"
-            "# To run the federation again from the beginning, change the id `run`.\n" + to_toml(data),
+            + (again if self.predecessor is None else "")
+            + to_toml(data),
             "[times] # seconds\n" + to_toml(times),
             "[training] # options of `byzpg train`\n" + to_toml(training),
             *("[[members]]\n" + to_toml(member) for member in members),
@@ -176,11 +200,12 @@ class Manifest:
 
     @classmethod
     def load(cls, path: Path) -> "Manifest":
-        """Read a manifest from a TOML file, also one of byzpg 0.1."""
+        """Read a manifest from a TOML file: also one of byzpg 0.1, or an amendment, whose approvals are not read."""
         try:
             values = tomllib.loads(path.read_text())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
             raise ValueError(f"manifest {path} cannot be read: {error}") from None
+        values.pop("approvals", None)
         return cls.of(values, str(path))
 
     @classmethod
@@ -193,7 +218,7 @@ class Manifest:
         """
         values = _with_present_name(values)
         known = {"version", "federation", "run", "num_byzantine", "rehearsal", "times", "training", "members"}
-        for name in sorted(values.keys() ^ known):
+        for name in sorted((values.keys() - OPTIONAL.keys()) ^ known):
             raise ValueError(f"{source}: {f'unknown key {name!r}' if name in values else f'{name} is missing'}.")
         if values["version"] != VERSION:
             raise ValueError(
@@ -216,6 +241,7 @@ class Manifest:
                 times=Times(**values["times"]),
                 training=values["training"],
                 members=tuple(Member.of(each) for each in values["members"]),
+                **{name: values.get(name, default) for name, default in OPTIONAL.items()},
             )
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
