@@ -26,12 +26,16 @@ HELLO_SECONDS = 10.0
 FIRST_BACKOFF, LARGEST_BACKOFF = 0.2, 3.0
 # Rejected frames in a row after which a connection is closed, and seconds until the member may connect again.
 PATIENCE, BANISHMENT = 50, 5.0
+# The environment can name a proxy for all names, and one for certain IP addresses, which has its own option.
+NO_PROXY = (("grpc.enable_http_proxy", 0), ("grpc.address_http_proxy_enabled_addresses", ""))
 
 
 def channel_options(largest: int) -> list[tuple[str, Any]]:
     """Options of both ends; a message over `largest` bytes is refused by its announced length, before it is read."""
     return [
         ("grpc.max_receive_message_length", largest),
+        # Only uncompressed messages: a few bytes could otherwise expand to `largest`, again and again.
+        ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
@@ -64,7 +68,9 @@ def keep_runtime() -> None:
     aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def open_channel(manifest: Manifest, own: int, private: PrivateIdentity, other: int, largest: int) -> aio.Channel:
+def open_channel(
+    manifest: Manifest, own: int, private: PrivateIdentity, other: int, largest: int, *, proxy: bool = False
+) -> aio.Channel:
     """Open a connection that only the member at position `other` can answer.
 
     Args:
@@ -73,14 +79,19 @@ def open_channel(manifest: Manifest, own: int, private: PrivateIdentity, other: 
         private: Its keys.
         other: The position of the member that answers.
         largest: The size in bytes of the largest message.
+        proxy: Whether to use the proxy that the environment names, such as in https_proxy.
     """
     keep_runtime()
     member = manifest.members[other]
     credentials = grpc.ssl_channel_credentials(
         member.certificate.encode(), private.tls, manifest.members[own].certificate.encode()
     )
-    options = [*channel_options(largest), ("grpc.ssl_target_name_override", member.name)]
-    return aio.secure_channel(member.address, credentials, options)
+    options = [
+        *channel_options(largest),
+        ("grpc.ssl_target_name_override", member.name),
+        *(() if proxy else NO_PROXY),
+    ]
+    return aio.secure_channel(f"dns:///{member.address}", credentials, options)
 
 
 def free_ports(number: int) -> list[int]:
