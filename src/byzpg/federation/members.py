@@ -46,6 +46,7 @@ class Peer:
         attack: An attack on play that it carries out on purpose.
         as_simulated: Round gradients as the simulator does, for runs that are compared with it. This costs twice the
             time: the products of a lone agent are rounded differently from those of a batch of agents.
+        initial: θ_0 [d], the same at every peer; None to draw it from the schedule's seed.
     """
 
     def __init__(
@@ -57,13 +58,19 @@ class Peer:
         *,
         attack: Attack | None = None,
         as_simulated: bool = False,
+        initial: np.ndarray | None = None,
     ) -> None:
         self.index, self.agent = index, federation.agent
         self.num_members, self.num_byzantine = federation.num_agents, federation.num_byzantine
         self.aggregator, self.agreement = federation.aggregator, federation.agreement
         self.rounds = federation.rounds if federation.agrees else 0
         self._player = _Player(federation.agent, _key(key_data), as_simulated)
-        first = schedule.initial_parameters(self.agent.policy)
+        first = schedule.initial_parameters(self.agent.policy) if initial is None else jnp.asarray(initial)
+        if first.shape != (self.agent.policy.dimension,):
+            raise ValueError(
+                f"the parameters to start from must have shape ({self.agent.policy.dimension},) for this policy, "
+                f"got {first.shape}."
+            )
         self.plan = schedule.plan(first)
         self.dimension = len(first)
         self._state = self.agent.initial(first[None])
