@@ -1,6 +1,7 @@
 """The status of a member: numbers for Prometheus, a summary for `byzpg watch` and the monitor, and log lines."""
 
 import json
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -20,24 +21,52 @@ Sink = Callable[[dict[str, Any]], None]
 
 
 class Log:
-    """Events as JSON, one object per line, written to a file and passed to an optional sink."""
+    """Events as JSON, one object per line, written to a file and passed to an optional sink.
 
+    A full file becomes `log.jsonl.1`, the one before it `log.jsonl.2`, and so on. What cannot be written is left out:
+    nothing that the log needs is a reason to stop.
+    """
+
+    # Bytes of a file, and how many full ones are kept.
+    LARGEST, KEPT = 10 * 2**20, 3
     # Seconds after which `seldom` repeats an event about the same subject.
     PAUSE = 10.0
 
     def __init__(self, path: Path, name: str, sink: Sink | None) -> None:
-        self._file, self._name, self._sink = path.open("a", buffering=1), name, sink
+        self._path, self._name, self._sink = path, name, sink
+        self._file = path.open("ab", buffering=0)
+        os.ftruncate(self._file.fileno(), path.read_bytes().rfind(b"\n") + 1)  # a crash may have cut off the last line
         self._last: dict[tuple[Any, ...], float] = {}
 
     def __call__(self, event: str, level: str = "info", **fields: Any) -> None:
         line = {"time": round(time.time(), 3), "level": level, "member": self._name, "event": event, **fields}
-        with suppress(OSError):  # a full disk is no reason to stop if only the log needs it
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        with suppress(OSError):
+            # The text may hold a path whose bytes are not UTF-8.
+            self._write(json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
         if self._sink is not None:
             self._sink(line)
 
     def close(self) -> None:
         self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        """Append a line whole or not at all."""
+        if self._file.seek(0, os.SEEK_END) + len(line) > self.LARGEST:
+            with suppress(OSError):
+                self._rotate()
+        start = self._file.seek(0, os.SEEK_END)
+        if os.write(self._file.fileno(), line) < len(line):  # the disk is full
+            os.ftruncate(self._file.fileno(), start)
+
+    def _rotate(self) -> None:
+        """Continue in a new file. If a step fails, the open file stays in use, and the next call does the rest."""
+        if self._path.exists():
+            kept = [self._path, *(self._path.with_name(f"{self._path.name}.{n + 1}") for n in range(self.KEPT))]
+            for newer, older in reversed(list(zip(kept, kept[1:], strict=False))):
+                if newer.exists():
+                    newer.replace(older)
+        full, self._file = self._file, self._path.open("ab", buffering=0)
+        full.close()
 
     def seldom(self, event: str, *about: Any, level: str = "info", pause: float = PAUSE, **fields: Any) -> None:
         """Log an event, unless the same one about the same subject was logged within `pause` seconds."""
