@@ -1,4 +1,4 @@
-"""byzpg federation: new and demo."""
+"""byzpg federation: new and demo; the other commands are in `amend`."""
 
 import asyncio
 import os
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from byzpg import envs
+from byzpg.cli.amend import Amend, Approve, Recover
 from byzpg.cli.console import console, say
 from byzpg.cli.train import TrainingOptions
 from byzpg.config import Config
@@ -66,6 +67,8 @@ class New:
     """Allow members to attack on purpose with `byzpg peer --attack`."""
     manifest: Path = Path("federation.toml")
     """File for the manifest, .toml."""
+    trained: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
+    """Directory of a run whose trained parameters the members start from. Default: the seed determines θ_0."""
 
     def run(self) -> None:
         from byzpg.live.identity import read_card
@@ -78,6 +81,8 @@ class New:
             raise ValueError(f"{self.manifest} exists already: choose another --manifest.")
         members = [read_card(card) for card in self.cards]
         manifest = make_manifest(members, self.options, waiting=self.waiting, rehearsal=self.rehearsal)
+        if self.trained is not None:
+            manifest = self._starting_from(self.trained, manifest)
         manifest.write(self.manifest)
         for member in manifest.members:
             say(f"{member.name:>12}  {member.address:<24} certificate {member.fingerprint[:16]}…")
@@ -86,6 +91,22 @@ class New:
             f"of which {manifest.num_byzantine} may be faulty"
         )
         say(f"Each member runs: byzpg peer {self.manifest} --name NAME")
+
+    def _starting_from(self, directory: Path, manifest: "Manifest") -> "Manifest":
+        """The same manifest with the parameters of a run, which are written beside it."""
+        from byzpg import training
+        from byzpg.live.initial import write_initial
+
+        run, settings = training.load(directory), manifest.settings()
+        for option, here, there in (
+            ("env", settings.env, run.settings.env),
+            ("policy", settings.bound_policy(), run.settings.bound_policy()),
+        ):
+            if here != there:
+                raise ValueError(f"--from {directory} needs the same {option}: here {here}, there {there}.")
+        digest, path = write_initial(self.manifest.parent, run.policy().parameters)
+        say(f"Parameters to start from: {path} (every member needs this file beside the manifest)")
+        return replace(manifest, initial=digest)
 
 
 def make_manifest(members: "Sequence[Member]", options: Config, *, waiting: Waiting, rehearsal: bool) -> "Manifest":
@@ -229,11 +250,14 @@ def _is_ready(directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class Federation:
-    """Create the manifest of a live federation, or try one out on this machine."""
+    """Create or change the manifest of a live federation, or try one out on this machine."""
 
     command: tyro.conf.OmitSubcommandPrefixes[
         Annotated[New, tyro.conf.subcommand("new", default=New((), Config()))]
         | Annotated[Demo, tyro.conf.subcommand("demo", default=Demo(Config()))]
+        | Annotated[Amend, tyro.conf.subcommand("amend")]
+        | Annotated[Approve, tyro.conf.subcommand("approve")]
+        | Annotated[Recover, tyro.conf.subcommand("recover")]
     ]
 
     def run(self) -> None:

@@ -65,7 +65,7 @@ class Peer:
         self.aggregator, self.agreement = federation.aggregator, federation.agreement
         self.rounds = federation.rounds if federation.agrees else 0
         self._player = _Player(federation.agent, _key(key_data), as_simulated)
-        first = schedule.initial_parameters(self.agent.policy) if initial is None else jnp.asarray(initial)
+        first = schedule.initial_parameters(self.agent.policy) if initial is None else jnp.asarray(initial, jnp.float32)
         if first.shape != (self.agent.policy.dimension,):
             raise ValueError(
                 f"the parameters to start from must have shape ({self.agent.policy.dimension},) for this policy, "
