@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,7 @@ def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
         ("federation", "demo", "--attacker", "AvgZero"): "needs to know the messages of all members",
         ("federation", "demo", "--attacker", "nonsense"): "there is no attack",
         ("federation", "demo", "--members", "1"): "2 to 13",
+        ("federation", "demo", "--directory", "."): "exists already: choose another --directory.",
     }
     done = in_turn([*right, *wrong], tmp_path)
     assert [code for code, _ in done] == [0] * len(right) + [2] * len(wrong), done
@@ -102,33 +104,56 @@ def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
     for (command, words), (_, said) in zip(wrong.items(), done[len(right) :], strict=True):
         assert words in said, (command, said)
     assert not (tmp_path / "x.toml").exists()
-    assert not (tmp_path / "federation-demo").exists()
+    assert not list(tmp_path.glob("federation-demo*"))
 
 
 def test_a_demo_with_an_own_task_and_an_attacker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "short_cartpole.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     options = ["--env", "short_cartpole:make", "--large-batch", "3", "--trajectories", "9", "--rounds", "1"]
+    (tmp_path / "federation-demo-1").mkdir()
     said = byzpg("federation", "demo", "--attacker", "equivocate", *options, folder=tmp_path)
     assert "erin attacks with equivocate" in said
-    made = tmp_path / "federation-demo"
+    made = tmp_path / "federation-demo-2"
     assert (made / "curves.png").stat().st_size > 10_000
     runs = {name: load(made / name / "run") for name in NAMES[:4]}
     assert all(run.complete and run.returns.shape == (1, 3) for run in runs.values())
     assert all((run.returns <= 25).all() for run in runs.values())
-    evidence = sorted((made / "alice" / "evidence").glob("*.json"))
+    by_member = {name: list((made / name / "evidence").glob("*.json")) for name in NAMES[:4]}
+    steps = {json.loads(path.read_text())["step"] for paths in by_member.values() for path in paths}
+    rounds, holders = len(steps), sum(map(bool, by_member.values()))
+    caught = re.search(r"Caught: erin equivocated in at least (\d+) rounds?; (\d) honest members? can prove it", said)
+    assert caught is not None, said
+    assert tuple(map(int, caught.groups())) == (rounds, holders)
+    assert rounds > 0
+    command = "evidence verify federation-demo-2/federation.toml federation-demo-2/*/evidence/*.json"
+    assert f"Verify it: byzpg {command}" in said
+    evidence = sorted(by_member["alice"])
     forged = tmp_path / "forged.json"
     values = json.loads(evidence[0].read_text())
     values["messages"][0]["head"] = values["messages"][0]["head"][:-2] + "00"
     forged.write_text(json.dumps(values))
-    verify = ("evidence", "verify", str(made / "federation.toml"))
-    (code, proven), (code_if_forged, said) = in_turn([(*verify, str(evidence[0])), (*verify, str(forged))], tmp_path)
+    *verify, pattern = command.split()
+    files = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.glob(pattern))]
+    (code, proven), (code_if_forged, said) = in_turn([(*verify, *files), (*verify, str(forged))], tmp_path)
     assert code == 0
-    assert "proven. erin signed two different messages" in proven
+    assert proven.count("proven. erin signed two different messages") == len(files)
     assert code_if_forged == 2
     assert "forged" in said
     events = [json.loads(line) for line in (made / "erin" / "log.jsonl").read_text().splitlines()]
     assert any(event["event"] == "rehearsal" for event in events)
+
+
+def test_a_demo_names_the_member_that_failed_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = TASK + '\nimport sys\nif "bob" in sys.argv: raise ValueError("the joystick is not connected")\n'
+    (tmp_path / "joystick.py").write_text(failing)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ("--env", "joystick:make", "--members", "2", "--large-batch", "3", "--trajectories", "9")
+    said = byzpg("federation", "demo", *options, folder=tmp_path, expect=2)
+    output = "federation-demo-1/bob.out"
+    assert re.search(rf"bob failed \(exit code 2\). Its last line in {output}: .*the joystick is not connected", said)
+    assert "the joystick is not connected" in (tmp_path / output).read_text()
+    assert "alice failed" not in said
 
 
 def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """byzpg federation: new and demo; the other commands are in `amend`."""
 
 import asyncio
+import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,8 +18,8 @@ import tyro
 
 from byzpg import envs
 from byzpg.cli.amend import Amend, Approve, Recover
-from byzpg.cli.console import console, say
-from byzpg.cli.train import TrainingOptions
+from byzpg.cli.console import console, counted, say
+from byzpg.cli.train import TrainingOptions, numbered
 from byzpg.config import Config
 
 if TYPE_CHECKING:  # needs the extra packages
@@ -23,6 +27,7 @@ if TYPE_CHECKING:  # needs the extra packages
     from byzpg.live.manifest import Manifest, Times
     from byzpg.runs import Run
 
+MANIFEST = "federation.toml"
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi", "ivan", "judy", "ken", "lea", "mia")
 
 
@@ -65,7 +70,7 @@ class New:
     )
     rehearsal: bool = False
     """Allow members to attack on purpose with `byzpg peer --attack`."""
-    manifest: Path = Path("federation.toml")
+    manifest: Path = Path(MANIFEST)
     """File for the manifest, .toml."""
     trained: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
     """Directory of a run whose trained parameters the members start from. Default: the seed determines θ_0."""
@@ -136,35 +141,33 @@ class Demo:
     """Attack of the last member: sign-flip, equivocate, silent, garbage, ... Default: all members are honest."""
     grace: float = 1.0
     """Seconds to wait for the last f messages of a round, once K − f have arrived."""
-    directory: Path = Path("federation-demo")
-    """Directory for everything; it must not exist yet."""
+    directory: Path | None = None
+    """Directory for everything; it must not exist yet. Default: federation-demo-1, or the next number."""
 
     def run(self) -> None:
         from byzpg.live.rehearsal import parse_attack
 
         if not 2 <= self.members <= len(NAMES):
             raise ValueError(f"--members must be 2 to {len(NAMES)}, got {self.members}.")
-        if self.directory.exists():
-            raise ValueError(f"{self.directory} exists already: choose another --directory.")
+        directory = numbered(Path("federation-demo")) if self.directory is None else self.directory
+        if directory.exists():
+            raise ValueError(f"{directory} exists already: choose another --directory.")
         if self.attacker is not None:
             parse_attack(self.attacker)
-        manifest = self._create()
+        manifest = self._create(directory)
         names = [member.name for member in manifest.members]
         env = manifest.settings().env
-        say(f"{env}: {len(names)} members, of which {manifest.num_byzantine} may be faulty → {self.directory}")
+        say(f"{env}: {len(names)} members, of which {manifest.num_byzantine} may be faulty → {directory}")
         if self.attacker is not None:
             say(f"Rehearsal: {names[-1]} attacks with {self.attacker}.")
         honest = names if self.attacker is None else names[:-1]
-        self._train(manifest, honest)
+        self._train(directory, manifest, honest)
         from byzpg import training
 
-        self._conclude(manifest, {name: training.load(self.directory / name / "run") for name in honest})
+        self._conclude(directory, manifest, {name: training.load(directory / name / "run") for name in honest})
+        _report_equivocations(directory, honest)
 
-    @property
-    def _manifest_path(self) -> Path:
-        return self.directory / "federation.toml"
-
-    def _create(self) -> "Manifest":
+    def _create(self, directory: Path) -> "Manifest":
         """Write the keys, the cards and the manifest."""
         from byzpg.live.identity import generate, write_identity
         from byzpg.live.links import free_ports
@@ -175,12 +178,12 @@ class Demo:
         members = [member for member, _ in identities]
         manifest = make_manifest(members, self.options, waiting=waiting, rehearsal=True)
         for identity in identities:
-            write_identity(self.directory, *identity)
-        manifest.write(self._manifest_path)
+            write_identity(directory, *identity)
+        manifest.write(directory / MANIFEST)
         return manifest
 
-    def _train(self, manifest: "Manifest", honest: Sequence[str]) -> None:
-        """Run one process per member until all honest ones have finished."""
+    def _train(self, directory: Path, manifest: "Manifest", honest: Sequence[str]) -> None:
+        """Run one process per member until all honest ones have finished, or one has failed."""
         from byzpg.cli.membership import Membership
         from byzpg.cli.watch import watch
 
@@ -188,37 +191,38 @@ class Demo:
         processes: dict[str, subprocess.Popen[bytes]] = {}
         try:
             for name in names:
-                processes[name] = self._start(name, attacks=name not in honest)
+                processes[name] = self._start(directory, name, attacks=name not in honest)
                 # The first member compiles; the others find its programs in the cache.
                 with console.status("compiling"):
-                    while name == names[0] and processes[name].poll() is None and not _is_ready(self.directory / name):
+                    while name == names[0] and processes[name].poll() is None and not _is_ready(directory / name):
                         time.sleep(0.1)
             # An attacker whom no member hears would never finish.
             awaited = [processes[name] for name in honest]
-            membership = Membership(manifest, 0, self.directory / f"{names[0]}.key")
+            membership = Membership(manifest, 0, directory / f"{names[0]}.key")
             asyncio.run(watch(membership, processes=awaited))
+            # Before the others are stopped: they have not failed.
+            failed = {name: code for name in honest if (code := processes[name].poll())}
         finally:
             for process in processes.values():
                 process.terminate()
             for process in processes.values():
                 process.wait()
-        failed = [name for name in honest if processes[name].returncode]
         if failed:
-            raise ValueError(f"{', '.join(failed)} did not finish: see {self.directory / failed[0]}.out.")
+            raise ValueError(". ".join(_failure(directory, name, code) for name, code in failed.items()))
 
-    def _start(self, name: str, *, attacks: bool) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "byzpg", "peer", str(self._manifest_path), "--name", name]
+    def _start(self, directory: Path, name: str, *, attacks: bool) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "byzpg", "peer", str(directory / MANIFEST), "--name", name]
         if attacks and self.attacker is not None:
             command += ["--attack", self.attacker]
-        with (self.directory / f"{name}.out").open("w") as output:
+        with _output(directory, name).open("w") as output:
             return subprocess.Popen(
-                [*command, "--directory", str(self.directory / name)],
+                [*command, "--directory", str(directory / name)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={"JAX_COMPILATION_CACHE_DIR": str(self.directory / "cache"), **os.environ},
+                env={"JAX_COMPILATION_CACHE_DIR": str(directory / "cache"), **os.environ},
             )
 
-    def _conclude(self, manifest: "Manifest", runs: "Mapping[str, Run]") -> None:
+    def _conclude(self, directory: Path, manifest: "Manifest", runs: "Mapping[str, Run]") -> None:
         """Print how the honest members ended, and save their learning curves."""
         from byzpg.cli.tables import LAST_TENTH, rounded
         from byzpg.experiments import figures
@@ -234,13 +238,47 @@ class Demo:
             reference_name="counts as solved",
             what="return of a member's own episodes",
         )
-        plot = self.directory / "curves.png"
+        plot = directory / "curves.png"
         figures.save(figure, plot)
         say(f"Return of each honest member, {LAST_TENTH} of training:")
         for name, run in runs.items():
             say(f"{name:>12}  {rounded(float(final_returns(Result.of(run))[0]))}")
         say(f"Learning curves: {plot}")
-        say(f"Watch it play: byzpg play {self.directory / next(iter(runs)) / 'run'}")
+        say(f"Watch it play: byzpg play {directory / next(iter(runs)) / 'run'}")
+
+
+def _output(directory: Path, name: str) -> Path:
+    """The file with what a member of the demo prints."""
+    return directory / f"{name}.out"
+
+
+def _failure(directory: Path, name: str, code: int) -> str:
+    """How a member ended, with the last line that it printed."""
+    output = _output(directory, name)
+    lines = output.read_text(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    return f"{name} failed ({how}). Its last line in {output}: {last}"
+
+
+def _report_equivocations(directory: Path, honest: Sequence[str]) -> None:
+    """Print which members were caught equivocating, and how to verify it."""
+    rounds: defaultdict[str, set[int]] = defaultdict(set)
+    holders: defaultdict[str, set[str]] = defaultdict(set)
+    for holder in honest:
+        for path in (directory / holder / "evidence").glob("*.json"):
+            evidence = json.loads(path.read_text())
+            rounds[evidence["member"]].add(evidence["step"])
+            holders[evidence["member"]].add(holder)
+    for name in sorted(rounds):
+        # "At least": a member keeps a limited number of proofs.
+        often = f"at least {counted(len(rounds[name]), 'round')}"
+        say(f"Caught: {name} equivocated in {often}; {counted(len(holders[name]), 'honest member')} can prove it.")
+    if rounds:
+        folder = shlex.quote(str(directory))
+        say(f"Verify it: byzpg evidence verify {folder}/{MANIFEST} {folder}/*/evidence/*.json")
+    else:
+        say("No member was caught equivocating.")
 
 
 def _is_ready(directory: Path) -> bool:

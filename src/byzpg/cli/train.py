@@ -58,7 +58,12 @@ class Train:
 def free_directory(settings: Settings) -> Path:
     """The first directory for such a run that does not exist yet."""
     name = f"{settings.task_in_names}-{settings.algorithm}-{type(settings.attack).__name__}"
-    return next(path for number in count(1) if not (path := Path("runs") / f"{name}-{number}").exists())
+    return numbered(Path("runs") / name)
+
+
+def numbered(path: Path) -> Path:
+    """The first of PATH-1, PATH-2, ... that does not exist yet."""
+    return next(free for number in count(1) if not (free := path.with_name(f"{path.name}-{number}")).exists())
 
 
 def _with_plain_averaging(options: Config, settings: Settings) -> Settings:

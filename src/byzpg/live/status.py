@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,8 +62,8 @@ class Log:
     def _rotate(self) -> None:
         """Continue in a new file. If a step fails, the open file stays in use, and the next call does the rest."""
         if self._path.exists():
-            kept = [self._path, *(self._path.with_name(f"{self._path.name}.{n + 1}") for n in range(self.KEPT))]
-            for newer, older in reversed(list(zip(kept, kept[1:], strict=False))):
+            kept = [self._path.with_name(f"{self._path.name}.{number}") for number in range(self.KEPT, 0, -1)]
+            for older, newer in pairwise([*kept, self._path]):
                 if newer.exists():
                     newer.replace(older)
         full, self._file = self._file, self._path.open("ab", buffering=0)
