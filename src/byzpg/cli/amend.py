@@ -252,7 +252,7 @@ def _held_iterations(directory: Path) -> list[int]:
     size = path.stat().st_size if path.is_file() else 0
     held: list[int] = []
     if size > num_slots * HEAD.size and size % num_slots == 0:  # opening a file of another size would resize it
-        records = Records(path, num_slots, size // num_slots - HEAD.size)
+        records = Records(path, num_slots, size // num_slots - HEAD.size, lambda path, over: None)
         held = sorted({Checkpoint.of(content).iteration for content in records.read().values()})
         records.close()
     if not held:
