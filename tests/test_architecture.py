@@ -26,6 +26,7 @@ ORDER = [
     "runs",
     "training",
     "play",
+    "export",
     "experiments",
     "live",
     "engines",

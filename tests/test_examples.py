@@ -2,12 +2,17 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from forking import Forked
+
+from byzpg import Config, Run
+from byzpg.export import write_policy
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "benchmarks"
@@ -96,6 +101,19 @@ def test_a_trained_policy_balances_the_pole_of_gymnasium_and_is_loaded_the_secon
     trained = (tmp_path / "output" / "cartpole" / "parameters.npz").stat()
     assert example("use_policy.py", tmp_path, "--run", tmp_path / "output" / "cartpole") == text
     assert (tmp_path / "output" / "cartpole" / "parameters.npz").stat() == trained
+
+
+def test_an_exported_policy_balances_the_pole_without_jax(tmp_path: Path) -> None:
+    settings = Config(num_agents=1, num_byzantine=0, num_seeds=1, hidden=()).resolved()
+    push_right = np.asarray([0.1, 0.5, 1.0, 1.0])  # to where the pole leans and falls: a known solution
+    theta = np.concatenate([np.stack([-push_right, push_right], axis=1).ravel(), [0, 0]]).astype(np.float32)
+    held, one = theta[None, None], np.ones(1, int)
+    run = Run(settings, one, one > 0, {"return_mean": np.ones((1, 1))}, {"last": held, "uniform": held}, 0, True)
+    write_policy(run, tmp_path / "policy.npz", "numpy")
+    program = SCRIPT + "; print(sorted({'jax', 'jaxlib', 'byzpg'} & sys.modules.keys()))"
+    command = [sys.executable, "-c", program, EXAMPLES / "act_without_jax.py", tmp_path / "policy.npz"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "CartPole-v1: return 500.0\n[]\n"), done.stderr
 
 
 def test_members_of_a_live_federation_end_with_equal_parameters(tmp_path: Path) -> None:

@@ -344,6 +344,30 @@ def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path:
     assert contents(run) == before
 
 
+@pytest.mark.parametrize(("kind", "suffix"), [("onnx", "onnx"), ("safetensors", "safetensors"), ("numpy", "npz")])
+def test_export_writes_a_policy_and_says_how_to_use_it(kind: str, suffix: str, run: Path, here: Here) -> None:
+    done = here("export", run, "--format", kind, "--index", "2", "--output", f"folder/policy.{suffix}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    written, shape, use = done.stdout.splitlines()
+    size = Path("folder", f"policy.{suffix}").stat().st_size
+    assert written == f"Policy of CartPole-v1: folder/policy.{suffix} ({size:,} bytes)"
+    assert shape == "Categorical, layers 4 → 4 → 2 (relu, identity), seed 2, agent 0"
+    assert use.startswith("Use it: ")
+    assert f"folder/policy.{suffix}" in use
+    again = here("export", run, "--format", kind, "--output", f"folder/policy.{suffix}")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == f"error: folder/policy.{suffix} already exists: remove it, or choose another file.\n"
+
+
+def test_export_writes_beside_the_run_by_default(run: Path, tmp_path: Path, here: Here) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    assert here("export", "run", "--format", "numpy").returncode == 0
+    with np.load("run/policy.npz") as file:
+        theta = np.concatenate([file[name].ravel() for name in ("weight_0", "bias_0", "weight_1", "bias_1")])
+    np.testing.assert_array_equal(theta, load(run).parameters["last"][0, 0])
+
+
 def test_list_names_and_explains_everything(here: Here) -> None:
     done = here("list")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -487,6 +511,11 @@ BAD: dict[str, list[str]] = {
     "play started --output film.avi": ["--output must end in .gif, got film.avi."],
     "play started --episodes 0": ["--episodes must be at least 1, got 0."],
     "play started --seed -1": ["--seed must not be negative", "got --seed -1."],
+    "export nowhere --format numpy": ["nowhere holds no run: there is no config.json in it."],
+    "export started --format numpy": ["started is not complete: finish it with `byzpg resume started`."],
+    "export started": ["--format"],
+    "export started --format pickle": ["'pickle'", "'onnx', 'safetensors', 'numpy'"],
+    "export started --format onnx --output p.npz": ["--output must end in .onnx with --format onnx, got p.npz."],
 }
 # Each line in a process of its own, but Python and its modules are loaded once.
 RUNNER = """

@@ -18,6 +18,7 @@ from tyro.constructors import (
 
 from byzpg.cli.certify import Certify
 from byzpg.cli.evidence import Evidence
+from byzpg.cli.export import Export
 from byzpg.cli.federation import Federation
 from byzpg.cli.keygen import Keygen
 from byzpg.cli.list import List
@@ -38,7 +39,7 @@ DESCRIPTION = """Byzantine fault-tolerant federated reinforcement learning.
 
 Start with `byzpg train`. `byzpg COMMAND --help` explains a command; `byzpg --version` prints the version."""
 COMMANDS = (
-    *(Resume, Reproduce, Sweep, Report, Plot, Play, List, Certify),
+    *(Resume, Reproduce, Sweep, Report, Plot, Play, Export, List, Certify),
     *(Keygen, Federation, Peer, Watch, Monitor, Evidence),
 )
 

@@ -1,0 +1,166 @@
+"""A trained policy in one file that other programs act with, without JAX: ONNX, safetensors or NumPy.
+
+A file holds the weights and a JSON text `about` (see `describe`). An ONNX file also holds the whole computation.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from byzpg import envs
+from byzpg._files import write_atomically
+from byzpg.envs.spaces import LARGEST, Box
+from byzpg.runs import Run, TrainedPolicy
+
+Arrays = dict[str, np.ndarray]
+About = dict[str, Any]
+# Both are from 2022, so that the runtimes of recent years read the file.
+ONNX_OPSET, ONNX_IR = 17, 8
+
+
+def write_policy(run: Run, path: Path, kind: str, *, seed: int = 0, agent: int = 0) -> About:
+    """Write the policy of one agent to a new file.
+
+    Args:
+        run: The run that trained it.
+        path: The file.
+        kind: The format, a name in `FORMATS`.
+        seed: Index of the seed among the run's seeds, from 0.
+        agent: Index of the agent; a run with a server has one.
+
+    Returns:
+        What the file says about the policy: `describe`.
+
+    Raises:
+        ValueError: If the file exists, the parameters are not finite or a package is missing.
+    """
+    if kind not in FORMATS:
+        raise ValueError(f"the format must be one of {', '.join(FORMATS)}; got {kind!r}.")
+    if path.exists():
+        raise ValueError(f"{path} already exists: remove it, or choose another file.")
+    trained = run.policy(seed, agent)
+    if not np.all(np.isfinite(trained.parameters)):
+        raise ValueError(
+            f"the {run.settings.output} parameters of seed {seed}, agent {agent} are not finite: "
+            "export another seed, agent or run."
+        )
+    about = describe(run, seed, agent)
+    try:
+        content = FORMATS[kind].encode(_arrays(trained), about)
+    except ImportError:
+        raise ValueError(f"the format {kind} needs more packages: pip install 'byzpg[export]'.") from None
+    write_atomically(path, lambda file: file.write(content))
+    return about
+
+
+def describe(run: Run, seed: int = 0, agent: int = 0) -> About:
+    """What a program needs beside the weights to act, as plain data.
+
+    Layer i maps values [..., layers[i]] to activations[i](values @ weight_i + bias_i), [..., layers[i + 1]]. The last
+    layer gives the logits of a categorical policy, or the means of a Gaussian one, whose log_std is an array, too.
+    Actions of a Gaussian are clipped to action_low and action_high; the largest float32, ±3.4e38, means no bound.
+    """
+    settings, policy = run.settings, run.settings.bound_policy()
+    space = envs.make(settings.env).action_space
+    if isinstance(space, Box):
+        low, high = ([min(max(each, -LARGEST), LARGEST) for each in side] for side in (space.low, space.high))
+        kind: About = {"policy": "gaussian", "action_low": low, "action_high": high}
+    else:
+        kind = {"policy": "categorical", "num_actions": space.num_actions}
+    return {
+        "byzpg": version("byzpg"),
+        "task": settings.env,
+        **kind,
+        "layers": list(policy.layer_sizes),
+        "activations": [policy.activation] * len(policy.hidden) + ["tanh" if policy.output_tanh else "identity"],
+        "parameters": settings.output,
+        "seed": settings.seeds[seed],
+        "agent": agent,
+    }
+
+
+def _arrays(trained: TrainedPolicy) -> Arrays:
+    """The parts of θ by name: weight_i [in, out], bias_i [out] and, for a Gaussian, log_std [size]."""
+    parts = trained.policy.unflatten(trained.parameters)  # pyright: ignore[reportArgumentType]
+    arrays = {}
+    for index, part in enumerate(parts):
+        names = ("log_std",) if len(part) == 1 else (f"weight_{index}", f"bias_{index}")
+        arrays |= {name: np.asarray(array, np.float32) for name, array in zip(names, part, strict=True)}
+    return arrays
+
+
+def _numpy(arrays: Arrays, about: About) -> bytes:
+    content = BytesIO()
+    np.savez(content, allow_pickle=False, about=np.asarray(json.dumps(about)), **arrays)
+    return content.getvalue()
+
+
+def _safetensors(arrays: Arrays, about: About) -> bytes:
+    from safetensors.numpy import save  # an extra
+
+    return save(arrays, {"about": json.dumps(about)})
+
+
+def _onnx(arrays: Arrays, about: About) -> bytes:
+    """A graph from observation [batch, features] to action, and to logits, or mean and log_std."""
+    from onnx import TensorProto, helper, numpy_helper  # an extra, and slow to import
+
+    gaussian, sizes = about["policy"] == "gaussian", about["layers"]
+    last = "mean" if gaussian else "logits"
+    names = ["observation", *(f"hidden_{layer}" for layer in range(len(sizes) - 2)), last]
+    nodes = []
+
+    def add(operator: str, inputs: list[str], output: str, **attributes: Any) -> None:
+        nodes.append(helper.make_node(operator, inputs, [output], **attributes))
+
+    for layer, activation in enumerate(about["activations"]):
+        linear = f"linear_{layer}"
+        add("Gemm", [names[layer], f"weight_{layer}", f"bias_{layer}"], linear)
+        if activation == "silu":  # x · sigmoid(x), an operator of its own only since opset 24
+            add("Sigmoid", [linear], f"sigmoid_{layer}")
+            add("Mul", [linear, f"sigmoid_{layer}"], names[layer + 1])
+        else:
+            add(activation.capitalize(), [linear], names[layer + 1])
+    outputs: dict[str, tuple[int, list[str | int]]] = {last: (TensorProto.FLOAT, ["batch", sizes[-1]])}
+    constants = {f"{name}_value" if name == "log_std" else name: array for name, array in arrays.items()}
+    if gaussian:
+        constants |= {name: np.asarray(about[name], np.float32) for name in ("action_low", "action_high")}
+        add("Max", [last, "action_low"], "raised")
+        add("Min", ["raised", "action_high"], "action")
+        add("Identity", ["log_std_value"], "log_std")
+        outputs |= {"action": outputs[last], "log_std": (TensorProto.FLOAT, [sizes[-1]])}
+    else:
+        add("ArgMax", [last], "action", axis=1, keepdims=0)
+        outputs["action"] = (TensorProto.INT64, ["batch"])
+    graph = helper.make_graph(
+        nodes,
+        "policy",
+        [helper.make_tensor_value_info("observation", TensorProto.FLOAT, ["batch", sizes[0]])],
+        [helper.make_tensor_value_info(name, *kind) for name, kind in outputs.items()],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    versions = {"ir_version": ONNX_IR, "opset_imports": [helper.make_opsetid("", ONNX_OPSET)]}
+    model = helper.make_model(graph, producer_name="byzpg", producer_version=about["byzpg"], **versions)
+    helper.set_model_props(model, {"about": json.dumps(about)})
+    return model.SerializeToString(deterministic=True)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format: how its files end, and the bytes of one."""
+
+    suffix: str
+    encode: Callable[[Arrays, About], bytes]
+
+
+FORMATS = {
+    "onnx": Format(".onnx", _onnx),
+    "safetensors": Format(".safetensors", _safetensors),
+    "numpy": Format(".npz", _numpy),
+}
