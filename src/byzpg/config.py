@@ -2,8 +2,8 @@
 
 import json
 import tomllib
-from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
 from math import ceil, inf, log2
 from pathlib import Path
 from types import UnionType
@@ -193,11 +193,21 @@ class Config:
     """Which iterate is the result: the last, or one drawn uniformly as in the theory. Both are saved."""
 
     def resolved(self) -> "Settings":
-        """Fill in everything that was left out, and check it.
+        """Fill in everything that was left out, and check it. A task on the host is built for that.
 
         Raises:
             ValueError: If an option has a wrong type or value; the message names the option, the value and the fix.
         """
+        return Settings(**self._filled(envs.make))
+
+    def without_task(self) -> dict[str, Any]:
+        """The resolved options, as far as they are known and can be checked without building a task on the host.
+
+        To build a task can mean to run the code of whoever named it. Its horizon is left out if it is not given.
+        """
+        return self._filled(envs.built_in)
+
+    def _filled(self, find_task: "Callable[[str], envs.Task | None]") -> dict[str, Any]:
         defaults = {option.name: option.default for option in fields(self) if option.default is not None}
         given: dict[str, Any] = defaults | {name: value for name, value in vars(self).items() if value is not None}
         for option in ("env", "preset", "algorithm"):
@@ -206,8 +216,9 @@ class Config:
         env, preset, name = given["env"], given["preset"], _algorithm_name(given["algorithm"])
         if preset not in PRESETS:
             raise ValueError(unknown("preset", preset, PRESETS))
+        task = find_task(env)
         values = {**_task_defaults(env, preset), **self._neutral_options(name), **given, "algorithm": name}
-        if "horizon" not in values:
+        if task is not None and values.setdefault("horizon", task.horizon) is None:
             raise ValueError(f"{env} does not limit the length of its episodes: set horizon, in steps.")
         for option, family in FAMILY_OF.items():
             if isinstance(values[option], str):
@@ -219,7 +230,7 @@ class Config:
             values["attack"] = NoAttack()
         if self.small_batch is None and isinstance(values["large_batch"], int):
             values["small_batch"] = min(values["small_batch"], values["large_batch"])
-        return _with_theory(values)
+        return _with_theory(values, task)
 
     def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
@@ -269,10 +280,8 @@ def _algorithm_name(text: str) -> str:
 
 def _task_defaults(env: str, preset: str) -> dict[str, Any]:
     """What a preset says about a task, wherever the task is played (CartPole-v1, gymnasium:CartPole-v1)."""
-    task = envs.make(env)
-    name = task.name.rpartition(":")[2]
-    values = TASKS.get(name, OTHER_TASKS) | PRESETS[preset] | PRESETS_BY_TASK[preset].get(name, {})
-    return values if task.horizon is None else {"horizon": task.horizon, **values}
+    name = env.rpartition(":")[2]
+    return TASKS.get(name, OTHER_TASKS) | PRESETS[preset] | PRESETS_BY_TASK[preset].get(name, {})
 
 
 def _most_tolerated(values: dict[str, Any]) -> int:
@@ -284,20 +293,19 @@ def _most_tolerated(values: dict[str, Any]) -> int:
     return max(0, min([(num_agents - 1) // 4, *tolerated]))
 
 
-def _with_theory(values: dict[str, Any]) -> "Settings":
-    """Settings with the options at "theory" computed from the other options, once those are known to be sound."""
+def _with_theory(values: dict[str, Any], task: envs.Task | None) -> dict[str, Any]:
+    """The options, with those at "theory" computed from the others, once those are known to be sound."""
     by_theory = {option for option in ("switch_probability", "rounds") if isinstance(values[option], str)}
     for option in by_theory:
         if values[option] != "theory":
             raise ValueError(f"{option} must be a number or 'theory', got {values[option]!r}.")
-    placeholders: dict[str, Any] = dict.fromkeys(by_theory, 1)
-    settings = Settings(**(values | placeholders))
+    _check(values | dict.fromkeys(by_theory, 1), task)
     if "switch_probability" in by_theory:
-        settings = replace(settings, switch_probability=1 / settings.large_batch)
+        values["switch_probability"] = 1 / values["large_batch"]
     if "rounds" in by_theory:
-        product = settings.large_batch * settings.num_agents / settings.switch_probability**2
-        settings = replace(settings, rounds=ceil(log2(product)))
-    return settings
+        product = values["large_batch"] * values["num_agents"] / values["switch_probability"] ** 2
+        values["rounds"] = ceil(log2(product))
+    return values
 
 
 # Options of byzpg 0.1 that are switches of AuthorsScript today, and what they were called without it.
@@ -374,66 +382,11 @@ class Settings:
     output: Literal["last", "uniform"]
 
     def __post_init__(self) -> None:
-        for option, hint in get_type_hints(Settings).items():
-            value = getattr(self, option)
-            parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-            choices = [each for part in parts if get_origin(part) is Literal for each in get_args(part)]
-            if not fits(value, hint) or (isinstance(value, str) and choices and value not in choices):
-                types = [type_name(part) for part in parts if get_origin(part) is not Literal]
-                raise ValueError(f"{option} must be {' or '.join([*types, *map(repr, choices)])}; got {value!r}.")
-        for option in ("num_agents", "num_seeds", "trajectories", "large_batch", "small_batch", "horizon"):
-            if getattr(self, option) < 1:
-                raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}.")
-        for option in ("num_byzantine", "num_attackers", "seed", "rounds"):
-            if getattr(self, option) < 0:
-                raise ValueError(f"{option} must not be negative, got {getattr(self, option)}.")
-        if self.seed + self.num_seeds > 2**31:
-            raise ValueError(f"seed + num_seeds must be at most 2³¹, got {self.seed} + {self.num_seeds}.")
-        for option in ("switch_probability", "discount"):
-            if not 0 < getattr(self, option) <= 1:
-                raise ValueError(f"{option} must lie in (0, 1], got {getattr(self, option)}.")
-        if self.small_batch > self.large_batch:
-            raise ValueError(f"small_batch must be at most large_batch = {self.large_batch}, got {self.small_batch}.")
-        if not 0 < self.step_size < inf:
-            raise ValueError(f"step_size must be positive and finite, got {self.step_size}.")
-        if self.gate != "health" and not 0 <= self.gate <= 1:
-            raise ValueError(f"gate must lie in [0, 1], or be 'health'; got {self.gate}.")
-        if ALGORITHMS[self.algorithm].single and self.num_agents > 1:
-            raise ValueError(f"{self.algorithm} is one agent alone: num_agents must be 1, got {self.num_agents}.")
-        self.estimator.check(self.small_batch)
-        if isinstance(self.estimator, REINFORCE) and self.importance.mode == "per-decision":
-            raise ValueError(
-                f"{self.importance} weighs rewards one by one, which {self.estimator} does not: use GPOMDP."
-            )
-        self.aggregator.check(self.num_agents, self.num_byzantine)
-        if self.rounds:
-            self.agreement.check(self.num_agents, self.num_byzantine)
-        if self.num_attackers >= self.num_agents:
-            raise ValueError(
-                f"num_attackers must leave an honest agent: at most {self.num_agents - 1}, got {self.num_attackers}."
-            )
-        jax.eval_shape(lambda: self.byzantine_set(self.num_agents, self.num_attackers, 0, jax.random.key(0)))
-        env = envs.make(self.env)
-        if env.horizon is not None and self.horizon > env.horizon:
-            raise ValueError(
-                f"horizon must be at most {env.horizon}, where {self.env} ends episodes; got {self.horizon}."
-            )
-        space = env.action_space
-        if self.attack.changes_actions and isinstance(space, Box) and not space.bounded:
-            raise ValueError(f"{self.attack} takes uniform actions, and those of {self.env} have no bounds: {space}.")
-        self.bound_policy()
+        _check(vars(self), envs.make(self.env))
 
     def bound_policy(self) -> Policy:
         """The policy, fitted to the task."""
-        env = envs.make(self.env)
-        return policy_for(
-            self.policy,
-            env.observation_size,
-            env.action_space,
-            hidden=self.hidden,
-            activation=self.activation,
-            output_tanh=self.output_tanh,
-        )
+        return _policy(vars(self), envs.make(self.env))
 
     @property
     def task_in_names(self) -> str:
@@ -489,3 +442,80 @@ class Settings:
         """Plain data that `Config.of` reads back: components as text."""
         values = ((option.name, getattr(self, option.name)) for option in fields(self))
         return {name: str(value) if isinstance(value, Component) else value for name, value in values}
+
+
+def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
+    """Raise a ValueError unless these options of `Settings` are sound.
+
+    Args:
+        values: All options, but perhaps not the horizon if there is no task.
+        task: The task; None if it is not built.
+    """
+    for option, hint in get_type_hints(Settings).items():
+        if option not in values:
+            continue
+        value = values[option]
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        choices = [each for part in parts if get_origin(part) is Literal for each in get_args(part)]
+        if not fits(value, hint) or (isinstance(value, str) and choices and value not in choices):
+            types = [type_name(part) for part in parts if get_origin(part) is not Literal]
+            raise ValueError(f"{option} must be {' or '.join([*types, *map(repr, choices)])}; got {value!r}.")
+    _check_numbers(values)
+    _check_components(values)
+    if task is None:
+        return
+    if task.horizon is not None and values["horizon"] > task.horizon:
+        raise ValueError(
+            f"horizon must be at most {task.horizon}, where {task.name} ends episodes; got {values['horizon']}."
+        )
+    space = task.action_space
+    if values["attack"].changes_actions and isinstance(space, Box) and not space.bounded:
+        raise ValueError(f"{values['attack']} takes uniform actions, and those of {task.name} have no bounds: {space}.")
+    _policy(values, task)
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    for option in ("num_agents", "num_seeds", "trajectories", "large_batch", "small_batch", "horizon"):
+        if values.get(option, 1) < 1:
+            raise ValueError(f"{option} must be at least 1, got {values[option]}.")
+    for size in values["hidden"]:
+        if size < 1:
+            raise ValueError(f"hidden must be a positive whole number, got {size}.")
+    for option in ("num_byzantine", "num_attackers", "seed", "rounds"):
+        if values[option] < 0:
+            raise ValueError(f"{option} must not be negative, got {values[option]}.")
+    if values["seed"] + values["num_seeds"] > 2**31:
+        raise ValueError(f"seed + num_seeds must be at most 2³¹, got {values['seed']} + {values['num_seeds']}.")
+    for option in ("switch_probability", "discount"):
+        if not 0 < values[option] <= 1:
+            raise ValueError(f"{option} must lie in (0, 1], got {values[option]}.")
+    small, large = values["small_batch"], values["large_batch"]
+    if small > large:
+        raise ValueError(f"small_batch must be at most large_batch = {large}, got {small}.")
+    if not 0 < values["step_size"] < inf:
+        raise ValueError(f"step_size must be positive and finite, got {values['step_size']}.")
+    if values["gate"] != "health" and not 0 <= values["gate"] <= 1:
+        raise ValueError(f"gate must lie in [0, 1], or be 'health'; got {values['gate']}.")
+    if ALGORITHMS[values["algorithm"]].single and values["num_agents"] > 1:
+        raise ValueError(f"{values['algorithm']} is one agent alone: num_agents must be 1, got {values['num_agents']}.")
+
+
+def _check_components(values: Mapping[str, Any]) -> None:
+    num_agents, num_byzantine, num_attackers = (
+        values[option] for option in ("num_agents", "num_byzantine", "num_attackers")
+    )
+    estimator, importance = values["estimator"], values["importance"]
+    estimator.check(values["small_batch"])
+    if isinstance(estimator, REINFORCE) and importance.mode == "per-decision":
+        raise ValueError(f"{importance} weighs rewards one by one, which {estimator} does not: use GPOMDP.")
+    values["aggregator"].check(num_agents, num_byzantine)
+    if values["rounds"]:
+        values["agreement"].check(num_agents, num_byzantine)
+    if num_attackers >= num_agents:
+        raise ValueError(f"num_attackers must leave an honest agent: at most {num_agents - 1}, got {num_attackers}.")
+    jax.eval_shape(lambda: values["byzantine_set"](num_agents, num_attackers, 0, jax.random.key(0)))
+
+
+def _policy(values: Mapping[str, Any], task: envs.Task) -> Policy:
+    network = {option: values[option] for option in ("hidden", "activation", "output_tanh")}
+    return policy_for(values["policy"], task.observation_size, task.action_space, **network)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, get_args
@@ -35,7 +35,7 @@ from byzpg.config import Config
 from byzpg.live.identity import generate, read_key, write_identity
 from byzpg.live.links import open_channel
 from byzpg.live.manifest import Manifest
-from byzpg.live.monitor import PAGE, Ask, Monitor, serve
+from byzpg.live.monitor import PAGE, Ask, Board, Monitor, serve
 from byzpg.live.observe import LARGEST_NUMBER, LONGEST_TEXT, MOST_REASONS, Answer, Statuses, parse_status
 from byzpg.live.status import CURVE_POINTS, RECENT_STEPS, State, Status
 
@@ -322,6 +322,18 @@ def test_the_page_and_the_last_poll_are_served(server: Monitor, manifest: Manife
     assert data["statuses"]["bob"] == json.loads(json.dumps(parsed(1)))
     assert data["last_answers"].keys() == {"dave"}
     assert data["last_answers"]["dave"]["status"]["iteration"] == 60
+
+
+def test_the_return_that_counts_as_solved_is_what_most_members_report(manifest: Manifest) -> None:
+    """For a task that is not built in: to look it up would be to run its code."""
+    made = replace(manifest, training=manifest.training | {"env": "mallorys.module:task"})
+    board = Board(made, 0)
+    assert board.as_data()["reward_threshold"] is None
+    reported = (200.0, 200.0, None, 200.0, 1e15)
+    board.put({name: parsed(own, reward_threshold=reported[own]) for own, name in enumerate(NAMES)})
+    assert board.as_data()["reward_threshold"] == 200
+    board.put({name: parsed(own, reward_threshold=None if own else 1.0) for own, name in enumerate(NAMES)})
+    assert board.as_data()["reward_threshold"] is None
 
 
 def test_nothing_secret_is_served(server: Monitor) -> None:

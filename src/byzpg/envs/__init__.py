@@ -24,6 +24,7 @@ __all__ = [
     "Pendulum",
     "Space",
     "Task",
+    "built_in",
     "make",
 ]
 
@@ -97,6 +98,19 @@ ENVIRONMENTS: dict[str, type[Environment]] = {
 Task = Environment | HostTask
 
 
+def built_in(name: str) -> Environment | None:
+    """The task with a given name, or None if it is one on the host, which would have to be imported and built.
+
+    Raises:
+        ValueError: There is no such task.
+    """
+    if ":" in name:
+        return None
+    if name not in ENVIRONMENTS:
+        raise ValueError(unknown("environment", name, ENVIRONMENTS))
+    return ENVIRONMENTS[name]()
+
+
 def make(name: str) -> Task:
     """Make the task with a given name.
 
@@ -107,10 +121,6 @@ def make(name: str) -> Task:
     Raises:
         ValueError: There is no such task, or it does not work with byzpg.
     """
-    if ":" in name:
-        return host.describe(name)
-    if name not in ENVIRONMENTS:
-        if host.in_gymnasium(name):
-            raise ValueError(f"{name} is a task of Gymnasium: use the name gymnasium:{name}.")
-        raise ValueError(unknown("environment", name, ENVIRONMENTS))
-    return ENVIRONMENTS[name]()
+    if ":" not in name and name not in ENVIRONMENTS and host.in_gymnasium(name):
+        raise ValueError(f"{name} is a task of Gymnasium: use the name gymnasium:{name}.")
+    return built_in(name) or host.describe(name)

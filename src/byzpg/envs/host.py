@@ -151,6 +151,15 @@ def available() -> dict[str, str]:
     }
 
 
+def imported_module(name: str) -> str | None:
+    """The module that is imported to make a task, unless it is Gymnasium's or EnvPool's own.
+
+    Gymnasium imports the module of `gymnasium:module:ID`, too.
+    """
+    module, colon, _ = name.removeprefix("gymnasium:").partition(":")
+    return module if colon and module != "envpool" else None
+
+
 def in_gymnasium(name: str) -> bool:
     """Whether Gymnasium is installed and has a task of this id."""
     return find_spec("gymnasium") is not None and name in _extra("gymnasium").registry

@@ -89,31 +89,33 @@ class Manifest:
         for option in (*FIXED, OLD_OPTION):
             if option in self.training:
                 raise ValueError(f"training: {option} follows from the members and num_byzantine: leave it out.")
-        self.settings()
+        algorithm = self.options()["algorithm"]
+        fitting = [name for name, each in ALGORITHMS.items() if not each.centralized and not each.single]
+        if algorithm not in fitting:
+            raise ValueError(
+                f"training: {algorithm} does not run among members without a server: use {' or '.join(fitting)}."
+            )
         try:
             _ = self.canonical
         except TypeError as error:
             raise ValueError(f"training must hold plain values, components as text: {error}.") from None
 
+    def options(self) -> dict[str, Any]:
+        """The options of the training, as far as they are known without building a task that others have named."""
+        return self._config().without_task()
+
     def settings(self) -> Settings:
-        """The settings of a simulation that trains the same."""
-        config = Config.of(self.training, "training")
-        config = replace(
-            config,
+        """The settings of a simulation that trains the same. A task on the host is built: its code runs here."""
+        return self._config().resolved()
+
+    def _config(self) -> Config:
+        return replace(
+            Config.of(self.training, "training"),
             num_agents=len(self.members),
             num_byzantine=self.num_byzantine,
             num_attackers=0,
             num_seeds=1,
         )
-        settings = config.resolved()
-        algorithm = ALGORITHMS[settings.algorithm]
-        if algorithm.centralized or algorithm.single:
-            fitting = [name for name, each in ALGORITHMS.items() if not each.centralized and not each.single]
-            raise ValueError(
-                f"training: {settings.algorithm} does not run among members without a server: use "
-                f"{' or '.join(fitting)}."
-            )
-        return settings
 
     def as_data(self) -> dict[str, Any]:
         """Plain data, as in the file."""

@@ -13,7 +13,7 @@ import signal
 import socketserver
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from hashlib import sha256
@@ -21,6 +21,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import AF_INET, AF_INET6
+from statistics import mode
 from typing import Any, Self
 
 from byzpg import envs
@@ -40,7 +41,8 @@ class Board:
     """What is known about a federation: its manifest, the last poll, and the last answers of silent members."""
 
     def __init__(self, manifest: Manifest, own: int) -> None:
-        settings = manifest.settings()
+        options = manifest.options()
+        self._task = envs.built_in(options["env"])
         self._facts = {
             "federation": manifest.federation,
             "run": manifest.run,
@@ -48,12 +50,11 @@ class Board:
             "members": [{"name": member.name, "address": member.address} for member in manifest.members],
             "num_byzantine": manifest.num_byzantine,
             "rehearsal": manifest.rehearsal,
-            "task": settings.env,
-            "algorithm": settings.algorithm,
-            "aggregator": str(settings.aggregator),
-            "agreement": str(settings.agreement),
-            "trajectories": settings.trajectories,
-            "reward_threshold": envs.make(settings.env).reward_threshold,
+            "task": options["env"],
+            "algorithm": options["algorithm"],
+            "aggregator": str(options["aggregator"]),
+            "agreement": str(options["agreement"]),
+            "trajectories": options["trajectories"],
         }
         self._lock = threading.Lock()
         self._statuses: Statuses = {member.name: None for member in manifest.members}
@@ -77,7 +78,20 @@ class Board:
             if statuses[name] is None
         }
         age = None if polled is None else round(now - polled, 3)
-        return {**self._facts, "age": age, "statuses": statuses, "last_answers": silent}
+        threshold = self._reward_threshold([status for _, status in answers.values()])
+        return {
+            **self._facts,
+            "reward_threshold": threshold,
+            "age": age,
+            "statuses": statuses,
+            "last_answers": silent,
+        }
+
+    def _reward_threshold(self, answers: Sequence[Answer]) -> float | None:
+        """What most members report, unless the task is built in: the page does not run the code of another task."""
+        if self._task is not None:
+            return self._task.reward_threshold
+        return mode([answer["reward_threshold"] for answer in answers] or [None])
 
 
 class Monitor:
