@@ -512,6 +512,9 @@ def test_the_same_members_start_again_from_what_they_hold(tmp_path: Path, shell:
     ):
         assert words in shell(*recover, *arguments, expect=2)
     assert (directory / "checkpoints.bin").read_bytes() == before
+    (directory / "checkpoints.bin").write_bytes(before[:-1])
+    assert "holds no intact state" in shell(*recover, str(directory), "--amendment", "x.toml", expect=2)
+    assert (directory / "checkpoints.bin").read_bytes() == before[:-1]
     replace(OLD, run=str(uuid4())).write(tmp_path / "other.toml")
     assert "belongs to run" in shell("federation", "recover", "other.toml", "--directory", str(directory), expect=2)
 

@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from cryptography.exceptions import InvalidSignature
 
@@ -69,7 +68,7 @@ class Amendment:
         if len(content) > LARGEST:
             raise ValueError(f"an amendment has at most {LARGEST} bytes, got {len(content)}.")
         try:
-            values = json.loads(content, parse_constant=_refuse)
+            values = json.loads(content)
         except (ValueError, RecursionError):
             raise ValueError("the amendment cannot be read: it is not JSON.") from None
         return cls.of(values, "the amendment")
@@ -266,7 +265,3 @@ def _changes(before: Member, after: Member) -> list[str]:
 
 def _introduced(member: Member) -> str:
     return f"{member.name} at {member.address}, certificate {member.fingerprint[:16]}…,"
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON.")
