@@ -229,8 +229,8 @@ def _proven_guilty(manifest: "Manifest", path: Path) -> str:
         proven = verify_evidence(manifest, json.loads(path.read_text()))
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
-    say(f"{path}: proven. {proven}.")
-    return proven.partition(" ")[0]
+    say(f"{path}: proven. {proven.words}.")
+    return proven.member.name
 
 
 def _check_directory(directory: Path, manifest: "Manifest") -> None:
