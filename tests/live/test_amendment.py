@@ -326,6 +326,17 @@ def test_bytes_that_are_no_amendment_are_one_error(content: bytes) -> None:
     assert len(str(error.value)) < 500
 
 
+@pytest.mark.parametrize("change", [{"env": "evil:go"}, {"aggregator": "evil:go()"}, {"conventions": "evil:go()"}])
+def test_reading_an_amendment_runs_nothing_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="amendment"):
+        Amendment.from_bytes(mangled(lambda values: values["training"].update(change))).check(OLD)
+    assert "evil" not in sys.modules
+
+
 def test_an_amendment_has_a_largest_size() -> None:
     huge = Amendment(PROPOSAL.manifest, {"alice": LARGEST * "0"})
     with pytest.raises(ValueError, match=f"at most {LARGEST} bytes"):
