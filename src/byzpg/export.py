@@ -62,9 +62,9 @@ def write_policy(run: Run, path: Path, kind: str, *, seed: int = 0, agent: int =
 def describe(run: Run, seed: int = 0, agent: int = 0) -> About:
     """What a program needs beside the weights to act, as plain data.
 
-    Layer i maps values [..., layers[i]] to activations[i](values @ weight_i + bias_i), [..., layers[i + 1]]. The last
-    layer gives the logits of a categorical policy, or the means of a Gaussian one, whose log_std is an array, too.
-    Actions of a Gaussian are clipped to action_low and action_high; the largest float32, ±3.4e38, means no bound.
+    Layer i computes `activations[i](values @ weight_i + bias_i)`. The last layer gives the logits of a categorical
+    policy, or the means of a Gaussian one. `action_low` and `action_high` are the bounds of the task, which it clips a
+    Gaussian's actions to; the largest float32, ±3.4e38, stands for no bound.
     """
     settings, policy = run.settings, run.settings.bound_policy()
     space = envs.make(settings.env).action_space
