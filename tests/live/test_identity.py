@@ -3,10 +3,12 @@
 Others may have written these files, or a crash may have cut them off. Every fault must be one clear error.
 """
 
+import asyncio
 import json
 import os
 import random
 import re
+import stat
 import subprocess
 import sys
 import tomllib
@@ -20,7 +22,10 @@ from uuid import UUID, uuid4
 import numpy as np
 import pytest
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from grpc import aio
 
 from byzpg.config import Config
 from byzpg.live import identity
@@ -104,9 +109,9 @@ def test_a_certificate_belongs_to_one_member_and_cannot_sign_others():
         assert not constraints.value.ca
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         assert list(names) == [x509.DNSName(member.name)]
-        now = datetime.now(UTC)
-        assert certificate.not_valid_before_utc < now - timedelta(hours=1)
-        assert certificate.not_valid_after_utc > now + timedelta(days=10_000)
+        # Before the clock of a machine that was never set, and without an end.
+        assert certificate.not_valid_before_utc == datetime(1970, 1, 1, tzinfo=UTC)
+        assert certificate.not_valid_after_utc.year == 9999
         tls = serialization.load_pem_private_key(private.tls, None)
         assert tls.public_key() == certificate.public_key()
     assert len({member.fingerprint for member in MEMBERS}) == len(MEMBERS)
@@ -166,6 +171,100 @@ def test_a_card_that_cannot_be_read(tmp_path, content):
         read_card(card)
     with pytest.raises(ValueError, match=r"card .*none\.card cannot be read"):
         read_card(tmp_path / "none.card")
+
+
+# Signatures that anybody can forge
+
+
+def torsion() -> list[tuple[int, int]]:
+    """The points (x, y) of small order: the multiples of one of order 8, which is L·P for a random point P."""
+    p, order = 2**255 - 19, 2**252 + 27742317777372353535851937790883648493
+    d = -121665 * pow(121666, -1, p) % p
+
+    def add(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+        (x1, y1), (x2, y2) = one, other
+        both = d * x1 * x2 * y1 * y2
+        x3, y3 = (x1 * y2 + x2 * y1) * pow(1 + both, -1, p), (y1 * y2 + x1 * x2) * pow(1 - both, -1, p)
+        return x3 % p, y3 % p
+
+    def multiple(number: int, point: tuple[int, int]) -> tuple[int, int]:
+        total = 0, 1
+        for bit in f"{number:b}":
+            total = add(total, total)
+            total = add(total, point) if bit == "1" else total
+        return total
+
+    for y in range(2, 100):
+        square = (y * y - 1) * pow(d * y * y + 1, -1, p) % p
+        root = pow(square, (p + 3) // 8, p)
+        x = root if root * root % p == square else root * pow(2, (p - 1) // 4, p) % p
+        if x * x % p == square:
+            found = multiple(order, (x, y))
+            points = [multiple(number, found) for number in range(8)]
+            if len(set(points)) == 8:
+                return points
+    raise AssertionError("there is a point of order 8")
+
+
+def encodings(points: list[tuple[int, int]]) -> list[bytes]:
+    """All 32 bytes that stand for these points: also with y + p for y, and with either sign where x = 0."""
+    ys = {value for _, y in points for value in (y, y + 2**255 - 19) if value < 2**255}
+    return [(y + sign * 2**255).to_bytes(32, "little") for y in sorted(ys) for sign in (0, 1)]
+
+
+SMALL = encodings(torsion())
+
+
+def test_keys_of_small_order_are_refused():
+    assert len(SMALL) == len(set(SMALL)) == 14
+    for public_key in SMALL:
+        assert identity.has_small_order(public_key)
+        with pytest.raises(ValueError, match="member ada: its public key has a small order, so that anybody can forge"):
+            replace(ADA, public_key=public_key.hex())
+        with pytest.raises(ValueError, match="small order"):
+            Manifest.of(changed("members", 0, "public_key", to=public_key.hex()), "federation.toml")
+
+
+def test_other_keys_are_not_of_small_order():
+    for _ in range(20):
+        assert not identity.has_small_order(os.urandom(32))
+    assert not any(identity.has_small_order(bytes.fromhex(member.public_key)) for member in MEMBERS)
+
+
+@pytest.mark.parametrize("public_key", SMALL, ids=bytes.hex)
+def test_a_key_of_small_order_accepts_what_nobody_signed(public_key):
+    """So such a member could be "proven" to have signed anything."""
+    key = ed25519.Ed25519PublicKey.from_public_bytes(public_key)
+
+    def accepts(message: bytes, nonce: bytes) -> bool:
+        try:
+            key.verify(nonce + bytes(32), message)
+        except InvalidSignature:
+            return False
+        return True
+
+    messages = [f"vector {number}".encode() for number in range(20)]
+    assert any(accepts(message, nonce) for message in messages for nonce in SMALL)
+
+
+# Clocks
+
+
+def test_a_wrong_clock_is_named(monkeypatch):
+    now = datetime(2026, 3, 5, 12, 30, tzinfo=UTC)
+    identity.check_clock(MEMBERS, now)
+    identity.check_clock(MEMBERS, datetime(1970, 1, 1, tzinfo=UTC))
+    monkeypatch.setattr(identity, "VALID_FROM", now + timedelta(days=3))
+    late, _ = generate("fay", "fay.example:1")
+    words = (
+        "this machine's clock says 2026-03-05 12:30 UTC, but the certificate of fay is valid from 2026-03-08 12:30 to "
+        "9999-12-31 23:59 UTC: set the clock."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        identity.check_clock([ADA, late], now)
+    with pytest.raises(ValueError, match="certificate of ada"):
+        identity.check_clock([ADA], datetime(1969, 12, 31, tzinfo=UTC))
+    identity.check_clock([ADA, late], now + timedelta(days=3))
 
 
 def key_file(path: Path, content: bytes) -> Path:
@@ -231,6 +330,20 @@ def test_bad_names(name):
         "[::1]",
         "host:٣",
         "h/x:1",
+        ".:1",
+        "a..b:1",
+        "-a:1",
+        "a-:1",
+        "a" * 64 + ":1",
+        "1.2.3:1",
+        "256.0.0.1:1",
+        "[:]:1",
+        "[1.2.3.4]:1",
+        "[fe80::1%eth0]:1",
+        "unix:/tmp/x:1",
+        "unix:///x:1",
+        "dns:///host:1",
+        "ipv4:1.2.3.4:1",
     ],
 )
 def test_bad_addresses(address):
@@ -239,8 +352,35 @@ def test_bad_addresses(address):
 
 
 @pytest.mark.parametrize(
+    "address",
+    ["unix:1", "unix-abstract:5", "vsock:1", "dns:1", "ipv4:80", "ipv6:7700", "xds:1", "google-c2p:1", "UNIX:1"],
+)
+def test_a_scheme_of_grpc_is_no_host(address):
+    with pytest.raises(ValueError, match="is a scheme of gRPC, got"):
+        generate("ada", address)
+
+
+def test_grpc_itself_would_read_a_scheme(tmp_path, monkeypatch):
+    """Without the check, a member would listen on a file."""
+
+    async def listen() -> int:
+        server = aio.server()
+        try:
+            return server.add_insecure_port("unix:1")
+        finally:
+            await server.stop(None)
+
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(listen())
+    assert stat.S_ISSOCK(Path("1").stat().st_mode)
+
+
+@pytest.mark.parametrize(
     ("name", "address"),
-    [("a", "host:1"), ("a" * 32, "10.0.0.1:65535"), ("0-9", "[::1]:7"), ("x1", "a-b.c_d.example:80")],
+    [
+        *(("a", "host:1"), ("a" * 32, "10.0.0.1:65535"), ("0-9", "[::1]:7"), ("x1", "a-b.c_d.example:80")),
+        *(("a", f"{host}:1") for host in ("unix.example", "1a", "a" * 63, "example.org.", "3.example")),
+    ],
 )
 def test_good_names_and_addresses(tmp_path, name, address):
     member, private = generate(name, address)

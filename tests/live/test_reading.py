@@ -1,6 +1,7 @@
 """Reading what others wrote: commands import and build nothing that a manifest names, unless they train it."""
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -10,6 +11,7 @@ from forking import Forked
 from live_federation import NAMES, free_ports, until
 
 from byzpg.envs import host
+from byzpg.live import identity
 from byzpg.live.identity import generate, write_identity
 from byzpg.live.manifest import Manifest, Times, new_manifest
 
@@ -32,13 +34,15 @@ OWN_TASKS = ("evil:go", "gymnasium:evil:Go-v0")
 def folder(tmp_path: Path) -> Path:
     """A folder with evil.py, and the keys and the manifest of a federation."""
     (tmp_path / "evil.py").write_text(EVIL)
+    return with_federation(tmp_path)
+
+
+def with_federation(folder: Path) -> Path:
     made = [generate(name, f"127.0.0.1:{port}") for name, port in zip(NAMES, free_ports(len(NAMES)), strict=True)]
-    for identity in made:
-        write_identity(tmp_path, *identity)
-    new_manifest([member for member, _ in made], 1, TRAINING, Times(), rehearsal=True).write(
-        tmp_path / "federation.toml"
-    )
-    return tmp_path
+    for member, private in made:
+        write_identity(folder, member, private)
+    new_manifest([member for member, _ in made], 1, TRAINING, Times(), rehearsal=True).write(folder / "federation.toml")
+    return folder
 
 
 def rename_task(folder: Path, env: str) -> Path:
@@ -141,3 +145,14 @@ def test_all_other_options_are_still_checked(folder: Path, line: str, words: str
     path.write_text("\n".join(kept))
     with pytest.raises(ValueError, match=words):
         Manifest.load(path)
+
+
+@pytest.mark.parametrize("command", ["peer", "watch", "monitor"])
+def test_a_wrong_clock_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """TLS would only say that the connection was closed."""
+    monkeypatch.setattr(identity, "VALID_FROM", datetime.now(UTC) + timedelta(days=3))
+    code, said = run(with_federation(tmp_path), command, "federation.toml", "--name", "alice")
+    assert (code, said.count("\n")) == (2, 1), said
+    assert said.startswith("error: this machine's clock says ")
+    assert "the certificate of alice is valid from " in said
+    assert said.endswith("set the clock.\n")

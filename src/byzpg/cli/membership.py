@@ -1,6 +1,7 @@
 """What the commands of a live federation share."""
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,10 @@ class Membership:
 
     @classmethod
     def load(cls, path: Path, name: str, key: Path | None) -> "Membership":
-        """Read the manifest; without a key, the private key is NAME.key beside it."""
+        """Read the manifest, and check the clock; without a key, the private key is NAME.key beside the manifest."""
+        from byzpg.live.identity import check_clock
         from byzpg.live.manifest import Manifest
 
         manifest = Manifest.load(path)
+        check_clock(manifest.members, datetime.now(UTC))
         return cls(manifest, manifest.index(name), path.parent / f"{name}.key" if key is None else key)

@@ -4,13 +4,14 @@ A member has two keys: an Ed25519 key that signs its messages, and an ECDSA key 
 connections. There is no certificate authority: the other members pin the certificate itself.
 """
 
+import ipaddress
 import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 
@@ -23,10 +24,17 @@ from cryptography.x509.oid import NameOID
 from byzpg._files import write_atomically
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
-ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
+ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:]+\]):(?P<port>[0-9]{1,5})")
+HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+# In front of a colon, gRPC does not read these as host names: unix:1 is a file, not port 1 of the host unix.
+SCHEMES = re.compile(r"binder|dns|google-c2p(-experimental)?|ipv[46]|unix(-abstract)?|vsock|xds", re.IGNORECASE)
 CARD_TAG = b"byzpg card 1\n"
-# Certificates are pinned, and a new manifest replaces them, so an expiry date would only stop a running federation.
-LIFETIME = timedelta(days=36500)
+# Certificates are pinned, and a new manifest replaces them, so dates would only stop a running federation. A clock that
+# was never set stands at the first date or later; the last date is that of RFC 5280 for no expiry.
+VALID_FROM, VALID_TO = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+# Edwards25519, −x² + y² = 1 + d·x²·y² modulo p (RFC 8032, section 5.1).
+FIELD = 2**255 - 19
+CURVE = -121665 * pow(121666, -1, FIELD)
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,11 @@ class Member:
             public_key = self.verifier().public_bytes_raw().hex()
         except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
             raise ValueError(f"member {self.name}: its certificate or public key is broken: {error}") from None
+        if has_small_order(bytes.fromhex(public_key)):
+            raise ValueError(
+                f"member {self.name}: its public key has a small order, so that anybody can forge its signatures. "
+                "Make a new key with byzpg keygen."
+            )
         # Each has one spelling only. Otherwise one key could pass for two, and a second certificate could be hidden.
         pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
         if (pem, public_key) != (self.certificate, self.public_key):
@@ -106,6 +119,32 @@ def fingerprint(certificate: bytes) -> str:
     return loaded.fingerprint(hashes.SHA256()).hex()
 
 
+def has_small_order(public_key: bytes) -> bool:
+    """Whether 8·P = 0 for an Ed25519 public key P; then signatures without a private key are valid for it."""
+    y = int.from_bytes(public_key, "little") % 2**255  # without the sign of x, which does not matter here
+    for _ in range(3):
+        y_squared = y * y
+        x_squared = (y_squared - 1) * _inverse(CURVE * y_squared + 1)
+        y = (y_squared + x_squared) * _inverse(1 - CURVE * x_squared * y_squared) % FIELD  # of twice the point
+    return y == 1
+
+
+def _inverse(number: int) -> int:
+    return pow(number, FIELD - 2, FIELD)  # by Fermat: 0 for 0, which can occur if no point has this y
+
+
+def check_clock(members: Iterable[Member], now: datetime) -> None:
+    """Raise a ValueError if a certificate is not valid now: TLS would only say that the connection was closed."""
+    for member in members:
+        certificate = x509.load_pem_x509_certificate(member.certificate.encode())
+        first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if not first <= now <= last:
+            raise ValueError(
+                f"this machine's clock says {now:%Y-%m-%d %H:%M} UTC, but the certificate of {member.name} is valid "
+                f"from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC: set the clock."
+            )
+
+
 def check_name(name: str) -> None:
     """Raise a ValueError unless this can be a member's name."""
     if not NAME.fullmatch(name):
@@ -113,10 +152,29 @@ def check_name(name: str) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise a ValueError unless this is host:port."""
+    """Raise a ValueError unless this is host:port, where the host is a name, an IPv4 address or [an IPv6 address]."""
     found = ADDRESS.fullmatch(address)
-    if not found or not 0 < int(found["port"]) < 65536:
+    if not found or not 0 < int(found["port"]) < 65536 or not _is_host(found["host"]):
         raise ValueError(f"an address must be host:port with a port of 1 to 65535, got {address!r}.")
+    if SCHEMES.fullmatch(found["host"]):
+        raise ValueError(
+            f"an address must begin with a host, but {found['host']}: is a scheme of gRPC, got {address!r}: use the "
+            "full name of the host, or its IP address."
+        )
+
+
+def _is_host(host: str) -> bool:
+    labels = host.removesuffix(".").split(".")
+    try:
+        if host.startswith("["):
+            ipaddress.IPv6Address(host.strip("[]"))
+        elif labels[-1].isdecimal():
+            ipaddress.IPv4Address(host)
+        else:
+            return all(map(HOST_LABEL.fullmatch, labels))
+    except ValueError:
+        return False
+    return True
 
 
 def generate(name: str, address: str) -> tuple[Member, PrivateIdentity]:
@@ -125,15 +183,14 @@ def generate(name: str, address: str) -> tuple[Member, PrivateIdentity]:
     check_address(address)
     signing, tls = ed25519.Ed25519PrivateKey.generate(), ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.now(UTC)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject)
         .public_key(tls.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))  # clocks differ
-        .not_valid_after(now + LIFETIME)
+        .not_valid_before(VALID_FROM)
+        .not_valid_after(VALID_TO)
         # TLS checks this name instead of a host name: members are known by their names, wherever they run.
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
