@@ -39,12 +39,15 @@ from byzpg.live.protocol import (
     SendState,
     SetTimer,
 )
+from byzpg.live.store import forgotten_through
 from byzpg.robust.agreement import MDA
 
 # In units of a message's usual delay. The long linger outlasts every fault and the recovery from it.
-GRACE, START_GRACE, LINGER, LONG_LINGER, RETRY, FLUSH = 4.0, 10.0, 100.0, 250.0, 5.0, 1.0
+GRACE, START_GRACE, LINGER, LONG_LINGER, RETRY, ECHOES, FLUSH = 4.0, 10.0, 100.0, 250.0, 5.0, 5.0, 1.0
 LAST_FAULT, LONGEST_FAULT, PATIENCE = 25.0, 60.0, 1500.0
 MOST_EVENTS = 60_000
+DISK_FAULTS = ("power cut", "rot", "restored", "lost")
+COUNTED = ("accused", "adopted", "crashes", "partitions", "agreed", "stuck", "late", *DISK_FAULTS)
 ROUNDING = 1e-9
 STEP_SIZE = 0.5
 
@@ -122,6 +125,62 @@ class Secret(NamedTuple):
         return Message(kind, self.owner, step, vector, receipts, digest, self.sign(kind, step, digest))
 
 
+Checkpoint = tuple[int, complex]
+
+
+class Disk:
+    """The files of a member, and what can happen to them."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.outbox: dict[int, Message | None] = {}  # by slot, which is overwritten in turn; None if it is damaged
+        self.checkpoints: list[Checkpoint | None] = []  # the last two
+        self.mark = -1
+        self.masked: set[int] = set()
+        self.same_boot, self.forgetful = True, False
+        self.flushed: tuple[dict[int, Message | None], list[Checkpoint | None]] = {}, []
+
+    @property
+    def used(self) -> bool:
+        return bool(self.checkpoints)
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        return max((each for each in self.checkpoints if each is not None), key=lambda each: each[0], default=None)
+
+    def reserve(self, step: int) -> None:
+        if step > self.mark:
+            self.mark, self.same_boot, self.forgetful = step, True, False
+            self.flushed = dict(self.outbox), list(self.checkpoints)
+
+    def forgotten_through(self) -> int:
+        damaged = {slot for slot, message in self.outbox.items() if message is None}
+        return forgotten_through(
+            self.mark,
+            same_boot=self.same_boot,
+            damaged_slots=damaged,
+            num_slots=self.slots,
+            damaged_checkpoint=None in self.checkpoints,
+        )
+
+    def cut_power(self) -> None:
+        self.outbox, self.checkpoints = dict(self.flushed[0]), list(self.flushed[1])
+        self.same_boot = False
+
+    def rot(self, random: Random) -> None:
+        """Flip a bit in many records, and perhaps in the mark."""
+        self.outbox = {slot: None if random.random() < 0.7 else message for slot, message in self.outbox.items()}
+        self.checkpoints = [None if random.random() < 0.3 else each for each in self.checkpoints]
+        if random.random() < 0.3:
+            self.mark, self.forgetful = -1, self.used
+
+    def copy(self) -> "Disk":
+        made = Disk(self.slots)
+        made.outbox, made.checkpoints, made.mark = dict(self.outbox), list(self.checkpoints), self.mark
+        made.masked, made.flushed = set(self.masked), (dict(self.outbox), list(self.checkpoints))
+        return made
+
+
 class Member:
     """One member: `LivePeer`, on a simulated disk."""
 
@@ -139,10 +198,8 @@ class Member:
         self.secret = world.secrets[own]
         self.target = world.targets[own]
         self.effort = 3.0 if own == world.slow else 0.5  # how long it computes
-        # The disk; messages are stored in slots that are overwritten in turn
-        self.slots = 2 * self.course.per_iteration + 2
-        self.outbox: dict[int, Message] = {}
-        self.checkpoint: tuple[int, complex] | None = None
+        self.disk = Disk(2 * self.course.per_iteration + 2)
+        self.backup: Disk | None = None  # an old copy of it
         # Memory, which is lost in a crash
         self.up = self.finished = self.recovering = False
         self.fuse: int | None = None  # how many more actions until a crash
@@ -153,9 +210,9 @@ class Member:
         """As `LivePeer.__init__`; `start` comes later, and messages may come before it."""
         self.life += 1
         self.up = True
-        self.state = 0j if self.checkpoint is None else self.checkpoint[1]
+        disk, checkpoint = self.disk, self.disk.newest
+        self.state = 0j if checkpoint is None else checkpoint[1]
         self.advanced = self.state
-        self.held = self.checkpoint
         self.jobs: deque[Callable[[], list[Action]]] = deque()
         self.firsts: dict[tuple[int, int], Message] = {}  # the first message in time, by step and sender
         self.sealed: set[int] = set()  # steps whose message was made since the last start
@@ -164,20 +221,28 @@ class Member:
             course=self.course,
             seal=self.seal,
             seal_ask=lambda step: Message("ask", self.own, step, NOTHING, (), b"", b""),
+            seal_echo=self.seal_echo,
             verify=self.world.verify,
-            iteration=0 if self.checkpoint is None else self.checkpoint[0],
-            started=self.checkpoint is not None,
+            iteration=0 if checkpoint is None else checkpoint[0],
+            started=disk.used,
             sent=self.logged(),
+            silent_through=disk.forgotten_through(),
+            forgetful=disk.forgetful,
+            masked=set(disk.masked),
         )
         self.world.after(self.world.drawn(1.0), self.guarded, self.life, self.start)
 
     def logged(self) -> dict[int, Message]:
-        found = {message.step: message for message in self.outbox.values()}
-        return {0: self.secret.seal("vector", 0, NOTHING, ()), **found} if self.checkpoint is not None else found
+        found = {message.step: message for message in self.disk.outbox.values() if message is not None}
+        return {0: self.secret.seal("vector", 0, NOTHING, ()), **found} if self.disk.used else found
 
     def seal(self, step: int, vector: np.ndarray, receipts: tuple[Receipt, ...]) -> Message:
         self.sealed.add(step)
         return self.secret.seal("vector", step, vector, receipts)
+
+    def seal_echo(self, receipt: Receipt | None) -> Message:
+        receipts = () if receipt is None else (receipt,)
+        return Message("echo", self.own, 0 if receipt is None else receipt.step, NOTHING, receipts, b"", b"")
 
     def start(self) -> None:
         self.do(self.protocol.start())
@@ -222,9 +287,14 @@ class Member:
                     seconds = RETRY
                     if timer == "grace":
                         seconds = {0: START_GRACE, self.course.last: world.linger}.get(step, GRACE)
+                    elif timer == "echoes":
+                        seconds = ECHOES
                     world.after(seconds * (0.5 + world.random()), self.guarded, self.life, self.fire, timer, step)
                 case Log(message):
-                    self.outbox[message.step % self.slots] = message
+                    world.require(
+                        message.step <= self.disk.mark or not message.step, f"{self.own} signs more than it reserved"
+                    )
+                    self.disk.outbox[message.step % self.disk.slots] = message
                 case Combine():
                     self.check_combine(action)
                     if world.inline:
@@ -236,10 +306,12 @@ class Member:
                 case Adopt():
                     self.check_adopt(action)
                     self.queue(lambda action=action: self.adopt(action))
-                case SendState(to):
+                case SendState(to, previous):
                     self.send_state(to)
-                case Evidence(first, second):
-                    self.check_evidence(first, second)
+                    if previous:
+                        self.send_state(to, previous=True)
+                case Evidence(first, second, kind):
+                    self.check_evidence(first, second, kind)
                 case Finished():
                     self.finished, self.fuse = True, None
                     world.left(self)
@@ -253,10 +325,16 @@ class Member:
             self.world.check_sent(self, message)
         self.world.post(to, message)
 
-    def send_state(self, to: int) -> None:
-        assert self.held is not None
-        iteration, state = self.held
-        self.world.post(to, self.secret.seal("state", self.course.first_step(iteration), to_vector(state), ()))
+    def send_state(self, to: int, previous: bool = False) -> None:
+        iteration = self.protocol.iteration - previous
+        for checkpoint in self.disk.checkpoints:
+            if checkpoint is None or checkpoint[0] != iteration:
+                continue
+            self.world.check_state(self, checkpoint)
+            self.world.post(to, self.sealed_state(checkpoint))
+
+    def sealed_state(self, checkpoint: "Checkpoint") -> Message:
+        return self.secret.seal("state", self.course.first_step(checkpoint[0]), to_vector(checkpoint[1]), ())
 
     def fire(self, timer: Any, step: int) -> None:
         if not self.finished and (actions := self.protocol.timer_fired(timer, step)):
@@ -293,20 +371,28 @@ class Member:
 
     def saved(self, iteration: int) -> None:
         self.burn()
-        self.checkpoint = iteration, self.state
+        self.disk.checkpoints = [*self.disk.checkpoints[-1:], (iteration, self.state)]
+        if self.world.random() < 0.3:
+            self.backup = self.disk.copy()
         if not self.attacker:
             self.world.states.setdefault(iteration, {})[self.own] = self.state
         self.burn()
 
+    def reserve(self, iteration: int) -> None:
+        """As `LivePeer._reserve`: what is signed from now on may be lost in a power cut, but not this mark."""
+        if self.protocol.may_reserve(iteration):
+            self.disk.reserve(self.course.last_step(iteration + self.world.stride))
+        self.burn()
+
     def begin(self, iteration: int) -> list[Action]:
         gradient = self.target * (1 + iteration) - self.state
+        self.reserve(iteration)
         return self.protocol.computed(self.course.first_step(iteration), to_vector(gradient))
 
     def combine(self, action: Combine) -> list[Action]:
         step, course = action.step, self.course
         if step == 0:
             self.saved(0)
-            self.held = self.checkpoint
             return self.protocol.finished(0)
         phase, iteration = course.phase(step), course.iteration(step)
         points = [to_point(message.vector) for message in action.messages if message is not None]
@@ -320,7 +406,6 @@ class Member:
             return self.protocol.computed(step + 1, to_vector(result))
         self.state = result
         self.saved(iteration + 1)
-        self.held = self.checkpoint
         return self.protocol.finished(step)
 
     def adopt(self, action: Adopt) -> list[Action]:
@@ -329,7 +414,7 @@ class Member:
         self.state = least_diameter_mean([*points, *[median(points)] * missing], self.course.quorum)
         self.world.adopted(self, action, self.state)
         self.saved(action.iteration)
-        self.held = self.checkpoint
+        self.reserve(action.iteration)
         return self.protocol.adopted(action.iteration)
 
     # Promises
@@ -363,16 +448,20 @@ class Member:
         states = [state for state in action.states if state is not None]
         first = self.course.first_step(action.iteration)
         self.world.require(
-            len(states) >= self.course.quorum and all(state.step == first for state in states),
+            len(states) >= self.course.state_quorum and all(state.step == first for state in states),
             f"{self.own} adopts {len(states)} states for iteration {action.iteration}",
         )
-        held = 0 if self.checkpoint is None else self.checkpoint[0]
+        held = 0 if self.disk.newest is None else self.disk.newest[0]
         self.world.require(action.iteration > held, f"{self.own} goes back to iteration {action.iteration}")
 
-    def check_evidence(self, first: Receipt, second: Receipt) -> None:
+    def check_evidence(self, first: Receipt, second: Receipt, kind: Kind) -> None:
         world = self.world
+        self.disk.masked.add(first.sender)
         sound = first[:2] == second[:2] and first.digest != second.digest
-        world.require(sound and world.verify(first) and world.verify(second), f"{self.own} has evidence of nothing")
+        signed = all(
+            each.signature == world.secrets[each.sender].sign(kind, each.step, each.digest) for each in (first, second)
+        )
+        world.require(sound and signed, f"{self.own} has evidence of nothing")
         world.require(first.sender in world.attackers, f"{self.own} accuses {first.sender}, who is honest")
         self.accusations.add((first.sender, first.step))
 
@@ -383,7 +472,7 @@ class Member:
             ("messages", sum(map(len, protocol._inbox.values())), 2 * members),
             ("receipts", sum(map(len, protocol._seen.values())), 4 * members),
             ("states", sum(map(len, protocol._states.values())), 2 * (members - 1)),
-            ("own messages", len(protocol.sent), self.slots + 1),
+            ("own messages", len(protocol.sent), self.disk.slots + 1),
         ):
             if kept > most:
                 self.world.violated(f"{self.own} keeps {kept} {what}, more than {most}")
@@ -396,7 +485,7 @@ class Attacker(Member):
 
     def __init__(self, world: "World", own: int) -> None:
         super().__init__(world, own)
-        self.style = world.rng.choice(("equivocate", "equivocate", "chaos", "chaos", "silent", "subtle"))
+        self.style = world.rng.choice(("equivocate", "equivocate", "chaos", "chaos", "silent", "subtle", "withhold"))
         self.said: list[Message] = []
         self.inventions_left = 12
         if self.style == "chaos":
@@ -408,7 +497,7 @@ class Attacker(Member):
     def check_adopt(self, action: Adopt) -> None:
         pass
 
-    def check_evidence(self, first: Receipt, second: Receipt) -> None:
+    def check_evidence(self, first: Receipt, second: Receipt, kind: Kind) -> None:
         pass
 
     def check_memory(self) -> None:
@@ -427,7 +516,9 @@ class Attacker(Member):
         random = self.world.random()
         if self.style == "silent" or (self.style == "chaos" and random < 0.2):
             return
-        if self.style == "subtle" or message.kind != "vector":
+        if self.style == "withhold" and message.kind == "echo":
+            return
+        if self.style in ("subtle", "withhold") or message.kind != "vector":
             self.say(to, message)
             return
         if random < 0.3:
@@ -437,12 +528,12 @@ class Attacker(Member):
             receipts = message.receipts if random < 0.8 else message.receipts[1:]
             self.say(to, self.secret.seal("vector", message.step, vector, receipts))
 
-    def send_state(self, to: int) -> None:
+    def send_state(self, to: int, previous: bool = False) -> None:
         if self.style == "subtle":
-            super().send_state(to)
-        elif self.style != "silent":
-            assert self.held is not None
-            self.say(to, self.secret.seal("state", self.course.first_step(self.held[0]), self.nonsense(), ()))
+            super().send_state(to, previous)
+        elif self.style not in ("silent", "withhold") and self.disk.newest is not None:
+            first = self.course.first_step(self.disk.newest[0])
+            self.say(to, self.secret.seal("state", first, self.nonsense(), ()))
 
     def invent(self) -> None:
         """Send a message that no round asks for."""
@@ -491,6 +582,7 @@ class World:
         self.slow = random.randrange(self.num_members) if random.random() < 0.3 else None
         # Beyond f: for a while more members are faulty than the protocol tolerates.
         self.beyond = random.random() < 0.2
+        self.stride = random.choice((0, 0, 1))  # how many iterations ahead members reserve
         self.must_end = True
         attackers = random.randint(min(1, self.num_byzantine), self.num_byzantine) if random.random() < 0.5 else 0
         self.attackers = set(random.sample(range(self.num_members), attackers))
@@ -502,7 +594,8 @@ class World:
         self.sent: dict[int, dict[int, Message]] = {}  # by step and honest sender
         self.results: dict[int, list[complex]] = {}  # of agreement, by step, if enough messages had arrived
         self.states: dict[int, dict[int, complex]] = {}  # at the beginning of an iteration
-        self.counts = dict.fromkeys(("accused", "adopted", "crashes", "partitions", "agreed", "stuck"), 0)
+        self.counts = dict.fromkeys(COUNTED, 0)
+        self.signed_states: dict[tuple[int, int], complex] = {}  # by honest sender and iteration
         self.secrets = [Secret(k, random.randbytes(6)) for k in range(self.num_members)]
         self.targets = [
             complex(random.uniform(-1, 1), random.uniform(-1, 1) if self.plane else 0) for _ in range(self.num_members)
@@ -594,6 +687,11 @@ class World:
         """Whether a member is down, about to crash, cut off, or still behind after one of these."""
         if not member.up or member.fuse is not None or member.own in self.cut_off:
             return not member.finished
+        uncertain = member.protocol.step <= member.protocol.silent_through or (
+            member.life > 1 and not member.protocol._cleared
+        )
+        if uncertain and not member.finished:
+            return True
         if member.protocol.step >= max(each.protocol.step for each in self.honest) - 1:
             member.recovering = False
         return member.recovering
@@ -615,8 +713,11 @@ class World:
         if self.random() < 0.6:
             self.counts["crashes"] += 1
             member.fuse = self.rng.randrange(20)
-            self.note("fault", member.own, "crashes after", member.fuse)
-            self.after(seconds, self.restart, member)
+            worse = self.rng.choice(DISK_FAULTS) if self.random() < 0.5 else None
+            self.note("fault", member.own, "crashes after", member.fuse, worse or "")
+            if self.random() < 0.1:  # it returns after the others have finished and left
+                seconds = 0.4 * PATIENCE
+            self.after(seconds, self.restart, member, worse)
             return
         self.counts["partitions"] += 1
         self.cut_off.add(member.own)
@@ -627,16 +728,38 @@ class World:
             self.blocked |= {(member.own, other), (other, member.own)}
         self.after(seconds, self.reconnect, member, chosen)
 
-    def restart(self, member: Member) -> None:
+    def restart(self, member: Member, worse: str | None = None) -> None:
         if member.fuse is not None:  # it did too little to crash by itself
             member.guarded(member.life, member.crash)
         if member.up or member.finished:
             return
+        if worse is not None:
+            self.spoil(member, worse)
         self.note("start", member.own)
         member.awake()
         for other in range(self.num_members):
             if other != member.own:
                 self.after(self.drawn(1.0), self.link, member.own, other)
+        self.bring_files()
+
+    def spoil(self, member: Member, how: str) -> None:
+        """Let something happen to a disk while its member is down."""
+        # That an old copy is in use shows only in what the others say, so their echoes must arrive.
+        others = [each for each in self.honest if each is not member]
+        told = not self.loss and not self.beyond and not self.cut_off and all(each.up for each in others)
+        if how in ("restored", "lost") and not told:
+            return
+        self.counts[how] += 1
+        self.note("disk", member.own, how)
+        match how:
+            case "power cut":
+                member.disk.cut_power()
+            case "rot":
+                member.disk.rot(self.rng)
+            case "restored":
+                member.disk = (member.backup or Disk(member.disk.slots)).copy()
+            case "lost":
+                member.disk = Disk(member.disk.slots)
 
     def reconnect(self, member: Member, others: list[int]) -> None:
         self.note("link", member.own, others)
@@ -651,14 +774,31 @@ class World:
         for member in self.honest:
             self.reconnect(member, [k for k in range(self.num_members) if (member.own, k) in self.blocked])
             self.restart(member)
-        reached = [0 if member.checkpoint is None else member.checkpoint[0] for member in self.honest]
-        far_behind = sum(iteration < max(reached) - 1 for iteration in reached)
-        self.must_end = far_behind + len(self.attackers) <= self.num_byzantine or not far_behind
+        reached = [0 if member.disk.newest is None else member.disk.newest[0] for member in self.honest]
+        silent = sum(
+            member.protocol.silent_through >= member.protocol.step or member.protocol.forgetful
+            for member in self.honest
+        )
+        near = sum(iteration >= max(reached) - 1 for iteration in reached)
+        # A silent member waits until the others have gone on without it; one that is behind needs 2f + 1 states.
+        self.must_end = silent + len(self.attackers) <= self.num_byzantine and (
+            near == len(reached) or near - silent >= 2 * self.num_byzantine + 1
+        )
         self.note("heal", reached, self.must_end)
 
     def left(self, member: Member) -> None:
         if not member.attacker:
             self.waiting -= 1
+            self.after(2 * LONG_LINGER, self.bring_files)
+
+    def bring_files(self) -> None:
+        """To a member that is still there when all others have left, their operators bring their final states."""
+        late = [member for member in self.honest if not member.finished]
+        if len(late) == 1 and late[0].up:
+            self.counts["late"] += 1
+            for other in self.honest:
+                if other.finished and other.disk.newest is not None:
+                    self.after(self.drawn(1.0), self.deliver, late[0].own, other.sealed_state(other.disk.newest))
 
     # Promises
 
@@ -668,6 +808,13 @@ class World:
         if known is not message:
             same = known.receipt == message.receipt
             self.require(same, f"{member.own} equivocates in step {message.step}")
+
+    def check_state(self, member: Member, checkpoint: Checkpoint) -> None:
+        """An honest member never signs two states for one iteration."""
+        if not member.attacker:
+            iteration, state = checkpoint
+            known = self.signed_states.setdefault((member.own, iteration), state)
+            self.require(known == state, f"{member.own} contradicts its state of iteration {iteration}")
 
     def agreed(self, member: Member, action: Combine, result: complex) -> None:
         came = sum(message is not None and message.sender not in self.attackers for message in action.messages)

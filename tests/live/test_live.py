@@ -1,6 +1,7 @@
 """Whole federations over real connections: members learn, and they learn what the simulator says."""
 
 import asyncio
+import errno
 import json
 import sys
 import urllib.request
@@ -25,7 +26,6 @@ from byzpg.live.manifest import Manifest, Times
 from byzpg.live.member import Options, take_part
 from byzpg.live.records import Records
 from byzpg.live.rehearsal import parse_attack
-from byzpg.live.wire import verify_evidence
 
 SEED = 3
 SHORT: dict[str, Any] = {"horizon": 100, "large_batch": 6, "trajectories": 180, "seed": SEED}
@@ -133,7 +133,7 @@ QUICK = Times(grace=1.5, start_grace=300.0)
     ("attack", "options", "times"),
     [
         (None, {}, PATIENT),
-        ("Equivocate", {}, PATIENT),
+        ("SignFlip", {}, PATIENT),
         # Small batches, plain SGD (whose v̂ follows from the agreed step), and no agreement at all.
         pytest.param(
             None,
@@ -162,12 +162,7 @@ def test_members_learn_what_their_simulated_twins_learn(
         assert np.max(np.abs(parameters(federation, "alice") - first)) > 1e-3, "something was learned"
         if not options:
             assert len(federation.events("alice", "iteration")) == 30
-        accused = {event["sender"] for name in NAMES for event in federation.events(name, "equivocation")}
-        assert accused == ({"erin"} if attack == "Equivocate" else set())
-        if attack == "Equivocate":
-            evidence = sorted((federation.directory("alice") / "evidence").glob("*.json"))
-            proven = verify_evidence(federation.manifest, json.loads(evidence[0].read_text()))
-            assert "erin signed two different messages" in proven
+        assert not [event for name in NAMES for event in federation.events(name, "equivocation")]
 
 
 def last_return(federation: Federation, name: str) -> float:
@@ -344,11 +339,11 @@ def test_a_member_whose_disk_fails_ends_with_the_error(tmp_path: Path, monkeypat
     def fail_in_the_end(self: Records, number: int, *parts: bytes | memoryview) -> None:
         written.append(number)
         if len(written) > 30:
-            raise OSError("No space left on device")
+            raise OSError(errno.EIO, "Input/output error")
         put(self, number, *parts)
 
     monkeypatch.setattr(Records, "put", fail_in_the_end)
-    with on_loopback(tmp_path, PATIENT, **SHORT) as federation, pytest.raises(OSError, match="No space left"):
+    with on_loopback(tmp_path, PATIENT, **SHORT) as federation, pytest.raises(OSError, match="Input/output error"):
         take_part_together(federation, None)
 
 

@@ -2,7 +2,8 @@
 
 A member dials the members after it in the manifest, and those before it dial this one. The certificate of a connection
 decides who the sender of a message is. Nobody waits for a slow member: at most one message of each kind waits to be
-sent to it (of vectors two: this round's and the last one's), and a newer message replaces an older one.
+sent to it (of vectors and states two: this iteration's or round's, and the last one's), and a newer message replaces an
+older one. Nor can a member keep this one busy: what it sends in vain is read only as fast as its `Allowance` permits.
 """
 
 import asyncio
@@ -12,11 +13,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
 import grpc
 from grpc import aio
 
+from byzpg.live.door import Door, connection_limit
 from byzpg.live.identity import PrivateIdentity, fingerprint
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Message
@@ -26,6 +29,17 @@ HELLO_SECONDS = 10.0
 FIRST_BACKOFF, LARGEST_BACKOFF = 0.2, 3.0
 # Rejected frames in a row after which a connection is closed, and seconds until the member may connect again.
 PATIENCE, BANISHMENT = 50, 5.0
+# Versions of the protocol. The dialling member says which ones it speaks, and the other one chooses; a member of byzpg
+# 0.1 or 0.2 says nothing, and speaks version 1, which has no echoes. Since the choice travels beside the messages, old
+# members do not notice it.
+VERSIONS, ECHO_VERSION = (1, 2), 2
+SPOKEN, CHOSEN = "byzpg-versions", "byzpg-version"
+# How many seconds of this member's time another one may waste per second, how many it may save up, and what remains to
+# a member that provably equivocated. A byte in or out costs time that cannot be measured here.
+WASTE, MOST_WASTE, RESTRAINED_WASTE, BYTES_PER_SECOND = 0.1, 0.5, 0.005, 5e8
+
+# What a received frame was worth: "bad" if it was no valid message, "useless" if it changed nothing for this member.
+Received = Literal["useful", "useless", "bad"]
 # The environment can name a proxy for all names, and one for certain IP addresses, which has its own option.
 NO_PROXY = (("grpc.enable_http_proxy", 0), ("grpc.address_http_proxy_enabled_addresses", ""))
 
@@ -119,8 +133,10 @@ class Mailbox:
     filled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, message: Message, frame: bytes) -> None:
-        kind = message.kind
-        if kind == "vector" and message.step < self.newest:
+        kind: str = message.kind
+        if kind == "state":
+            kind = f"state {message.step % 2}"  # of two iterations
+        elif kind == "vector" and message.step < self.newest:
             kind = "answer"  # an old message must not replace the current one
         elif kind == "vector":
             self.newest = message.step
@@ -141,11 +157,36 @@ class Mailbox:
 class Events:
     """The callbacks of `Links`."""
 
-    received: Callable[[int, bytes], bool]  # returns whether the frame was a valid message
-    linked: Callable[[int], None]
+    received: Callable[[int, bytes], Received]
+    linked: Callable[[int, int], None]  # with the version of the protocol
     unlinked: Callable[[int, str], None]  # with the reason in words
     refused: Callable[[int | None, str, str], None]  # with a reason to count by, and words
     status: Callable[[], bytes]
+
+
+@dataclass
+class Allowance:
+    """Seconds of this member's time that another one may waste."""
+
+    per_second: float = WASTE
+    left: float = MOST_WASTE
+    since: float = 0.0
+
+    def spend(self, seconds: float, now: float) -> float:
+        """Spend time; return for how long to pause."""
+        self.left = min(self.left + self.per_second * (now - self.since), MOST_WASTE) - seconds
+        self.since = now
+        return max(0.0, -self.left / self.per_second)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One end of a connection to a member."""
+
+    read: Callable[[], Awaitable[Any]]
+    write: Callable[[bytes], Awaitable[None]]
+    refuse: Callable[[str], Awaitable[None]]  # end the connection, and say why
+    version: Callable[[], Awaitable[int]]  # of the protocol, once the other side has answered
 
 
 class Links:
@@ -185,10 +226,18 @@ class Links:
         self._streams: dict[int, asyncio.Task[Any]] = {}
         self._banished: dict[int, float] = {}
         self._dialers: list[asyncio.Task[None]] = []
+        self._door_task: asyncio.Task[None] | None = None
         self._by_fingerprint = {member.fingerprint: index for index, member in enumerate(manifest.members)}
         self._reported: dict[int, str] = {}
+        self.versions: dict[int, int] = {}  # of the protocol, by connected member
+        self._allowances = [Allowance() for _ in manifest.members]
+        self._bytes_queued = [0 for _ in manifest.members]
+        limit = connection_limit(len(manifest.members))
+        port = int(listen.rpartition(":")[2])
+        self._door = Door(port, len(manifest.members), limit, self._closed_strangers)
         keep_runtime()
-        self._server = aio.server(options=channel_options(self.limit), compression=grpc.Compression.NoCompression)
+        options = [*channel_options(self.limit), ("grpc.max_allowed_incoming_connections", limit)]
+        self._server = aio.server(options=options, compression=grpc.Compression.NoCompression)
 
     async def open(self) -> None:
         """Accept connections, and begin to dial."""
@@ -207,13 +256,26 @@ class Links:
                 "does not have."
             )
         await self._server.start()
+        self._door_task = asyncio.create_task(self._door.keep())
         self._dialers = [
             asyncio.create_task(self._dial(other)) for other in range(self.own + 1, len(self.manifest.members))
         ]
 
     def send(self, to: int, message: Message, frame: bytes | None = None) -> None:
         """Queue a message for a member, or other bytes in its place."""
-        self._mailboxes[to].put(message, message.frame if frame is None else frame)
+        frame = message.frame if frame is None else frame
+        self._bytes_queued[to] += len(frame)
+        self._mailboxes[to].put(message, frame)
+
+    @property
+    def num_queued(self) -> int:
+        """How many messages wait to be sent."""
+        return sum(len(mailbox.waiting) for mailbox in self._mailboxes)
+
+    def restrain(self, other: int) -> None:
+        """Spend hardly any more time on a member's messages."""
+        allowance = self._allowances[other]
+        allowance.per_second, allowance.left = RESTRAINED_WASTE, min(allowance.left, RESTRAINED_WASTE)
 
     async def flush(self, seconds: float) -> None:
         """Wait until the queued messages for connected members are sent, but at most `seconds`."""
@@ -236,9 +298,10 @@ class Links:
             raise
 
     async def _close(self) -> None:
-        for task in [*self._dialers, *self._streams.values()]:
+        tasks = [self._door_task, *self._dialers, *self._streams.values()] if self._door_task else []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._dialers, *self._streams.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._server.stop(0.5)
 
     # Accepting
@@ -246,7 +309,14 @@ class Links:
     def _caller(self, context: aio.ServicerContext) -> int | None:
         """The position of the caller, by its certificate; None if it is not a member."""
         certificates = list(context.auth_context().get("x509_pem_cert") or ())
-        return self._by_fingerprint.get(fingerprint(certificates[0])) if certificates else None
+        caller = self._by_fingerprint.get(fingerprint(certificates[0])) if certificates else None
+        if caller is not None:
+            self._door.authenticated(context.peer())
+        return caller
+
+    def _closed_strangers(self, address: str, number: int) -> None:
+        words = f"{number} connections from {address} that did not authenticate were closed"
+        self.events.refused(None, "stranger", words)
 
     async def _accept(self, requests: object, context: aio.ServicerContext) -> None:
         caller = self._caller(context)
@@ -261,7 +331,19 @@ class Links:
         async def refuse(words: str) -> None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, words)
 
-        await self._converse(caller, context.read, context.write, refuse)
+        spoken = dict(context.invocation_metadata() or ()).get(SPOKEN, "1")
+        chosen = max((each for each in VERSIONS if str(each) in str(spoken).split(",")), default=None)
+        if chosen is None:
+            words = f"no common version of the protocol: one side speaks {spoken!s:.20}, the other {VERSIONS}"
+            self.events.refused(caller, "version", words)
+            await refuse(words)
+            return
+
+        async def version() -> int:
+            return chosen
+
+        await context.send_initial_metadata(((CHOSEN, str(chosen)),))
+        await self._converse(caller, Stream(context.read, context.write, refuse, version))
 
     async def _report(self, request: bytes, context: aio.ServicerContext) -> bytes:
         if self._caller(context) is None:
@@ -275,13 +357,18 @@ class Links:
         while True:
             channel = open_channel(self.manifest, self.own, self.private, other, self.limit)
             try:
-                call = channel.stream_stream(f"/{SERVICE}/{LINK}")()
+                spoken = ((SPOKEN, ",".join(map(str, VERSIONS))),)
+                call = channel.stream_stream(f"/{SERVICE}/{LINK}")(metadata=spoken)
 
                 async def refuse(words: str, call: Any = call) -> None:
                     call.cancel()
 
+                async def version(call: Any = call) -> int:
+                    chosen = str(dict(await call.initial_metadata()).get(CHOSEN, "1"))
+                    return int(chosen) if chosen in map(str, VERSIONS) else 1
+
                 began = asyncio.get_running_loop().time()
-                failure = await self._converse(other, call.read, call.write, refuse)
+                failure = await self._converse(other, Stream(call.read, call.write, refuse, version))
                 if not call.done():
                     call.cancel()
                 elif failure is not None:
@@ -314,13 +401,7 @@ class Links:
 
     # Either direction
 
-    async def _converse(
-        self,
-        other: int,
-        read: Callable[[], Awaitable[Any]],
-        write: Callable[[bytes], Awaitable[None]],
-        refuse: Callable[[str], Awaitable[None]],
-    ) -> aio.AioRpcError | None:
+    async def _converse(self, other: int, stream: Stream) -> aio.AioRpcError | None:
         """Exchange manifests, then messages, until the connection ends; return why it did, if that is known."""
         if previous := self._streams.pop(other, None):
             previous.cancel()
@@ -328,23 +409,17 @@ class Links:
         assert task is not None
         self._streams[other] = task
         try:
-            return await self._exchange(other, read, write) if await self._greeted(other, read, write, refuse) else None
+            return await self._exchange(other, stream) if await self._greeted(other, stream) else None
         finally:
             if self._streams.get(other) is task:
                 del self._streams[other]
 
-    async def _greeted(
-        self,
-        other: int,
-        read: Callable[[], Awaitable[Any]],
-        write: Callable[[bytes], Awaitable[None]],
-        refuse: Callable[[str], Awaitable[None]],
-    ) -> bool:
+    async def _greeted(self, other: int, stream: Stream) -> bool:
         """Return whether both sides have the same manifest and plan; if not, tell both what differs."""
-        await write(self._hello)
+        await stream.write(self._hello)
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                theirs = await read()
+                theirs = await stream.read()
         except TimeoutError:
             return False
         if theirs == self._hello:
@@ -355,7 +430,7 @@ class Links:
             if self._reported.get(other) != words:
                 self._reported[other] = words
                 self.events.refused(other, "manifest", f"its manifest differs: {words}")
-            await refuse(f"{self.manifest.members[self.own].name} has another manifest: {words}")
+            await stream.refuse(f"{self.manifest.members[self.own].name} has another manifest: {words}")
         return False
 
     def _difference(self, hello: bytes) -> str:
@@ -366,18 +441,17 @@ class Links:
             return "it computed another plan of large and small batches: use the same versions of byzpg and JAX"
         return self.manifest.difference(theirs)
 
-    async def _exchange(
-        self, other: int, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[None]]
-    ) -> aio.AioRpcError | None:
+    async def _exchange(self, other: int, stream: Stream) -> aio.AioRpcError | None:
         """Exchange messages until the connection ends; return why reading failed, if it did.
 
         If a write fails first, the call has another status, which does not tell what the other side did.
         """
         self._reported.pop(other, None)
+        self.versions[other] = await stream.version()
         self.connected.add(other)
-        self.events.linked(other)
-        writer = asyncio.create_task(self._write(other, write))
-        reader = asyncio.create_task(self._read(other, read))
+        self.events.linked(other, self.versions[other])
+        writer = asyncio.create_task(self._write(other, stream.write))
+        reader = asyncio.create_task(self._read(other, stream.read))
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -400,10 +474,17 @@ class Links:
             self.bytes_sent += len(frame)
 
     async def _read(self, other: int, read: Callable[[], Awaitable[Any]]) -> None:
-        bad = 0
+        bad, allowance = 0, self._allowances[other]
         while isinstance(frame := await read(), bytes):
             self.bytes_received += len(frame)
-            bad = 0 if self.events.received(other, frame) else bad + 1
+            began, queued = perf_counter(), self._bytes_queued[other]
+            worth = self.events.received(other, frame)
+            if worth != "useful":
+                num_bytes = len(frame) + self._bytes_queued[other] - queued
+                pause = allowance.spend(perf_counter() - began + num_bytes / BYTES_PER_SECOND, perf_counter())
+                if pause:
+                    await asyncio.sleep(pause)
+            bad = bad + 1 if worth == "bad" else 0
             if bad >= PATIENCE:
                 self._banished[other] = asyncio.get_running_loop().time() + BANISHMENT
                 words = f"{bad} bad messages in a row: disconnected for {BANISHMENT:.0f} s"

@@ -1,6 +1,7 @@
 """Take part in a federation as one member: a manifest and a key in, a trained policy out."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Options:
         attack: An attack to carry out on purpose, in a rehearsal.
         seed: The seed of its random numbers, in a rehearsal; None for a secret key.
         metrics: Address and port at which to serve metrics for Prometheus; None to serve none.
+        final_states: Files final.state of members that have finished, for a member that comes too late.
     """
 
     key: Path
@@ -43,6 +45,7 @@ class Options:
     attack: str | None = None
     seed: int | None = None
     metrics: tuple[str, int] | None = None
+    final_states: tuple[Path, ...] = ()
 
 
 class ObservedPeer(members.Peer):
@@ -86,6 +89,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
     try:
         peer = _new_peer(settings, own, store, attack=attack, seed=options.seed)
         log = Log(options.directory / "log.jsonl", name, sink)
+        store.on_full_disk = partial(_report_full_disk, log)
         status = Status(
             names=tuple(each.name for each in manifest.members),
             own=own,
@@ -93,6 +97,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             attack=None if attack is None else str(attack),
             reward_threshold=envs.make(settings.env).reward_threshold,
             task=settings.env,
+            num_byzantine=manifest.num_byzantine,
         )
         status.curve.extend((record["trajectories"], record["return_mean"]) for record in store.read_progress())
         live = LivePeer(
@@ -106,6 +111,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             listen=options.listen or member.address,
             delay=SLOWNESS * manifest.times.grace if attack == "slow" else 0.0,
         )
+        live.bring(options.final_states)
         if attack is not None:
             log("rehearsal", level="warning", attack=str(attack))
             live.outgoing = RehearsedAttack(attack, peer, live.course, live.seal).frame
@@ -144,6 +150,14 @@ def _new_peer(
     )
     peer.on_output = store.keep_output
     return peer
+
+
+def _report_full_disk(log: Log, path: Path, over: bool) -> None:
+    if over:
+        log("disk", file=str(path), words="there is space again: this member continues")
+    else:
+        words = "the disk is full: this member waits until there is space"
+        log("disk", level="error", file=str(path), words=words)
 
 
 def _write_results(store: Store, settings: Settings, peer: members.Peer) -> RunDirectory:

@@ -51,6 +51,7 @@ class Answer(TypedDict):
     num_iterations: int
     step: int
     waiting_for: list[str]
+    faults: list[str]  # members that it misses, or that provably equivocated
     uptime: float
     curve: list[tuple[int, float]]  # return by number of trajectories, which rises
     reward_threshold: float | None
@@ -84,7 +85,7 @@ def parse_status(raw: bytes, name: str, names: Sequence[str]) -> Answer | None:
         return None
     if not isinstance(answer, dict):
         return None
-    state, waiting_for, rehearsal = answer.get("state"), answer.get("waiting_for"), answer.get("rehearsal")
+    state, rehearsal = answer.get("state"), answer.get("rehearsal")
     diameters, others = _table(answer.get("diameters")), _table(answer.get("others"))
     seconds = [value for value in _numbers(answer.get("step_seconds"), RECENT_STEPS) if value >= 0]
     return {
@@ -95,7 +96,8 @@ def parse_status(raw: bytes, name: str, names: Sequence[str]) -> Answer | None:
         "iteration": _count(answer.get("iteration")),
         "num_iterations": _count(answer.get("num_iterations")),
         "step": _count(answer.get("step")),
-        "waiting_for": [each for each in names if isinstance(waiting_for, list) and each in waiting_for],
+        "waiting_for": _members(answer.get("waiting_for"), names),
+        "faults": _members(answer.get("faults"), names),
         "uptime": max(0.0, _number(answer.get("uptime")) or 0.0),
         "curve": list(_curve(answer.get("curve"))),
         "reward_threshold": _number(answer.get("reward_threshold")),
@@ -123,6 +125,10 @@ def _seen(report: dict[str, Any]) -> Seen:
         "equivocations": _count(report.get("equivocations")),
         "rejected": _reasons(report.get("rejected")),
     }
+
+
+def _members(value: Any, names: Sequence[str]) -> list[str]:
+    return [each for each in names if isinstance(value, list) and each in value]
 
 
 def _table(value: Any) -> dict[str, Any]:

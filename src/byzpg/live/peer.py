@@ -1,24 +1,28 @@
 """One running member, which carries out the protocol's actions with a network, a disk and an agent.
 
 Everything but the agent's computation happens in one event loop. The computation has a thread of its own, so that the
-loop keeps answering other members.
+loop keeps answering other members, and so has the disk where it must be flushed.
 """
 
 import asyncio
 import json
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 from typing import Protocol as Interface
 from uuid import UUID
 
 import numpy as np
 
 from byzpg.live.identity import PrivateIdentity
-from byzpg.live.links import Events, Links
+from byzpg.live.links import ECHO_VERSION, Events, Links, Received
 from byzpg.live.manifest import Manifest
+from byzpg.live.patience import Patience
 from byzpg.live.protocol import (
     NOTHING,
     Action,
@@ -29,8 +33,10 @@ from byzpg.live.protocol import (
     Count,
     Evidence,
     Finished,
+    Forgotten,
     Message,
     Protocol,
+    Receipt,
     Send,
     SendState,
     SetTimer,
@@ -40,15 +46,19 @@ from byzpg.live.protocol import (
     Log as LogMessage,
 )
 from byzpg.live.status import Log, Status
-from byzpg.live.store import Store
-from byzpg.live.wire import Codec, Rejected
+from byzpg.live.store import Store, forgotten_through
+from byzpg.live.wire import SIGNED_ONCE, Codec, Rejected, prove
 from byzpg.robust.geometry import is_sound_on_host
 
-# A member can equivocate in every round; this many proofs against it are enough.
+# A member can equivocate again and again before it is masked; this many proofs against it are enough.
 EVIDENCE_PER_MEMBER = 20
+# The mark moves ahead by the iterations of this many seconds, and by at most this many, so that it is seldom flushed.
+RESERVED_SECONDS, MOST_RESERVED = 1.0, 64
 FLUSH_SECONDS = 3.0
 REPORT_SECONDS = 0.4  # the shortest time between two status reports
 SMALL = 2**18  # numbers that are combined in the event loop; see `_is_small`
+
+Written = TypeVar("Written")
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +156,13 @@ class LivePeer:
         self._checkpoints = store.records("checkpoints.bin", 2, 8 + 4 * computation.state_dimension)
         found = self._checkpoints.read()
         self._num_checkpoints = max(found, default=-1) + 1  # a new checkpoint never overwrites the newest one
-        self._checkpoint = Checkpoint.of(found[max(found)]) if found else None
+        checkpoints = [Checkpoint.of(found[number]) for number in sorted(found)]
+        self._checkpoint = checkpoints[-1] if checkpoints else None
+        self._previous = checkpoints[-2] if len(checkpoints) > 1 else None
         if self._checkpoint is not None:
             computation.restore(self._checkpoint.iteration, self._checkpoint.snapshot)
+        self._brought: dict[int, Message] = {}  # final states from files, by sender
+        self._proofs: Counter[int] = Counter()  # by the member that equivocated
         self.protocol = self._new_protocol()
         self.links = self._new_links(listen, delay)
         status.connected = self.links.connected
@@ -159,7 +173,13 @@ class LivePeer:
         self._failure: Exception | None = None
         self._step_began = 0.0
         self._report_time, self._last_report = -inf, b""
-        self._state_message: Message | None = None
+        self._states: dict[int, Message] = {}  # signed states of this iteration and the one before, by iteration
+        for equivocator in self.protocol.masked:
+            self.links.restrain(equivocator)
+        self._patience = Patience(manifest.times.grace)
+        self._disk = ThreadPoolExecutor(1, "disk")
+        self._reserved = self.protocol.iteration, time.monotonic()  # when the mark was last moved
+        self._faults: frozenset[int] = frozenset()
 
     def _new_codec(self) -> Codec:
         return Codec(
@@ -173,15 +193,56 @@ class LivePeer:
 
     def _new_protocol(self) -> Protocol:
         """The protocol at the newest checkpoint, or at the start barrier if there is none."""
+        sent = self._own_messages()
+        started = self._checkpoint is not None or bool(self._checkpoints.damaged)
+        self._mark = self.store.mark(expected=started or bool(sent) or bool(self._outbox.damaged))
+        silent_through = forgotten_through(
+            self._mark.step,
+            same_boot=self._mark.same_boot,
+            damaged_slots=self._outbox.damaged,
+            num_slots=self._outbox.num_slots,
+            damaged_checkpoint=bool(self._checkpoints.damaged),
+        )
+        self._report_damage(silent_through)
         return Protocol(
             course=self.course,
             seal=self.seal,
             seal_ask=lambda step: self.codec.encode("ask", step, NOTHING, (), self.private.signing),
+            seal_echo=self._seal_echo,
             verify=self.codec.verify,
             iteration=0 if self._checkpoint is None else self._checkpoint.iteration,
-            started=self._checkpoint is not None,
-            sent=self._own_messages(),
+            started=started,
+            sent={0: self.seal(0, NOTHING, ()), **sent} if started else sent,  # the start barrier's is always the same
+            silent_through=silent_through,
+            forgetful=self._mark.lost,
+            masked=self._proven_equivocators(),
         )
+
+    def _report_damage(self, silent_through: int) -> None:
+        """Name in the log what is wrong with this member's files, and what follows from it."""
+        damages = [
+            (records.path, f"{len(records.damaged)} of {records.num_slots} records fail their checksums")
+            for records in (self._outbox, self._checkpoints)
+            if records.damaged
+        ]
+        if self._mark.lost:
+            words = "the mark of what this member has signed is missing or damaged, or the directory was restored"
+            damages.append((self.store.path / "mark.bin", words))
+        elif silent_through >= 0 and not damages:
+            words = "the machine has stopped without warning, so this member may have signed messages that it has lost"
+            damages.append((self.store.path / "outbox.bin", words))
+        remedy = "it stays silent until it can take over a later state from the others"
+        for path, words in damages:
+            self.log("damaged", level="error", file=str(path), words=f"{words}: {remedy}")
+        self.status.numbers.damage.inc(len(damages))
+
+    def _proven_equivocators(self) -> set[int]:
+        for path, evidence in self.store.evidence():
+            try:
+                self._proofs[self.manifest.index(prove(self.manifest, evidence).member.name)] += 1
+            except ValueError as error:
+                self.log("damaged", level="warning", file=str(path), words=f"{error} The file is ignored.")
+        return set(self._proofs)
 
     def _new_links(self, listen: str, delay: float) -> Links:
         events = Events(
@@ -203,13 +264,38 @@ class LivePeer:
         )
 
     def _own_messages(self) -> dict[int, Message]:
-        """The messages that were logged before a restart, and that of the start barrier, which is always the same."""
-        logged = {step: self.codec.decode(frame, self.own) for step, frame in self._outbox.read().items()}
-        return {0: self.seal(0, NOTHING, ()), **logged} if self._checkpoint is not None else logged
+        """The messages that were logged before a restart."""
+        return {step: self.codec.decode(frame, self.own) for step, frame in self._outbox.read().items()}
+
+    def _seal_echo(self, receipt: Receipt | None) -> Message:
+        step, receipts = (0, ()) if receipt is None else (receipt.step, (receipt,))
+        return self.codec.encode("echo", step, NOTHING, receipts, self.private.signing)
 
     def seal(self, step: int, vector: np.ndarray, receipts: tuple) -> Message:
         """Sign this member's message of a step."""
         return self.codec.encode("vector", step, vector, receipts, self.private.signing)
+
+    def bring(self, paths: Sequence[Path]) -> None:
+        """Take the final states of members that have finished from files.
+
+        Raises:
+            ValueError: If a file is not the final state of a member, or if there are too few.
+        """
+        for path in paths:
+            try:
+                state = self.codec.decode_claimed(path.read_bytes())
+            except (OSError, Rejected) as error:
+                words = f"not a signed state of this run ({error})" if isinstance(error, Rejected) else str(error)
+                raise ValueError(f"{path} cannot be used as a final state: {words}.") from None
+            if (state.kind, state.step) != ("state", self.course.last):
+                raise ValueError(f"{path} is a message of {self._name(state.sender)}, but not its final state.")
+            self._brought[state.sender] = state
+        needed = self.course.state_quorum
+        if paths and len(self._brought) < needed:
+            raise ValueError(
+                f"the final states of at least {needed} members are needed, because {self.course.num_byzantine} may be "
+                f"false, got those of {len(self._brought)}."
+            )
 
     async def run(self) -> None:
         """Take part until the run is over."""
@@ -224,6 +310,8 @@ class LivePeer:
                 await loop.run_in_executor(pool, self.computation.warm_up)
                 self.log("ready")
                 self._react(self.protocol.start)
+                for state in self._brought.values():
+                    self._react(lambda state=state: self.protocol.received(state))
                 await asyncio.wait((worker, over), return_when=asyncio.FIRST_COMPLETED)
                 if worker.done():
                     worker.result()
@@ -235,6 +323,9 @@ class LivePeer:
                     task.cancel()
                 await asyncio.gather(worker, over, return_exceptions=True)
                 await self.links.close()
+                self._disk.shutdown()
+                if self._failure is None:
+                    self._settle_mark()
                 self.log("end", state=self.status.state)
 
     async def _work(self, pool: ThreadPoolExecutor) -> None:
@@ -246,17 +337,21 @@ class LivePeer:
 
     # The protocol's actions
 
-    def _react(self, event: Callable[[], list[Action]]) -> None:
+    def _react(self, event: Callable[[], list[Action]]) -> list[Action]:
         """Pass an event to the protocol, and carry out its actions. If one fails, the member stops.
 
         It must not continue with some actions undone: it could send a message that it has not logged.
         """
         if self._failure is None:
             try:
-                self._do(event())
+                actions = event()
+                self._do(actions)
             except Exception as error:
                 self._failure = error
                 self._over.set()
+            else:
+                return actions
+        return []
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -264,6 +359,7 @@ class LivePeer:
                 case Send(to, message):
                     self._send(to, message)
                 case LogMessage(message):
+                    assert message.step <= self._mark.step or not message.step, "signed beyond the mark"
                     self._outbox.put(message.step, message.frame)
                     self._step_began = asyncio.get_running_loop().time()
                 case SetTimer(timer, step):
@@ -279,38 +375,59 @@ class LivePeer:
                 case Adopt():
                     self.log("rejoin", iteration=action.iteration, states=self._named(action.states))
                     self._jobs.put_nowait(lambda action=action: self._adopt(action))
-                case SendState(to):
-                    self._send_state(to)
+                case SendState(to, previous):
+                    for checkpoint in (self._checkpoint, self._previous if previous else None):
+                        self._send_state(to, checkpoint)
                 case Alarm():
                     self._alarm(action)
                 case Evidence():
                     self._evidence(action)
+                case Forgotten():
+                    self._forgotten(action)
                 case Count(sender, reason):
                     self._count(sender, reason)
                 case Finished():
                     self.status.state = "finished"
                     self.log("finished", iteration=self.course.num_iterations)
+                    self._keep_final_state()
                     self._over.set()
         self.status.step = self.protocol.step
 
     def _send(self, to: int, message: Message) -> None:
+        if message.kind == "echo" and self.links.versions.get(to, 1) < ECHO_VERSION:
+            return
         frame = message.frame if self.outgoing is None else self.outgoing(to, message)
         if frame is not None:
             self.links.send(to, message, frame)
 
-    def _send_state(self, to: int) -> None:
-        assert self._checkpoint is not None
-        step = self.course.first_step(self._checkpoint.iteration)
-        if self._state_message is None or self._state_message.step != step:
-            self._state_message = self.codec.encode("state", step, self._checkpoint.snapshot, (), self.private.signing)
-        self.log.seldom("state sent", to, to=self._name(to), iteration=self._checkpoint.iteration)
-        self.links.send(to, self._state_message)
+    def _send_state(self, to: int, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None and checkpoint.iteration >= self.protocol.iteration - 1:
+            self.log.seldom("state sent", to, to=self._name(to), iteration=checkpoint.iteration)
+            self.links.send(to, self._state(checkpoint))
+
+    def _state(self, checkpoint: Checkpoint) -> Message:
+        """The signed state of a checkpoint."""
+        iteration = checkpoint.iteration
+        if iteration not in self._states:
+            step = self.course.first_step(iteration)
+            signed = self.codec.encode("state", step, checkpoint.snapshot, (), self.private.signing)
+            self._states = {each: state for each, state in self._states.items() if each == iteration - 1}
+            self._states[iteration] = signed
+        return self._states[iteration]
+
+    def _keep_final_state(self) -> None:
+        """Leave the signed state for members that come too late, unless this member may have signed another one."""
+        last, checkpoint = self.course.num_iterations, self._checkpoint
+        if checkpoint is not None and checkpoint.iteration == last and self.protocol.may_reserve(last):
+            frame = self._state(checkpoint).frame
+            self._tolerate("final.state", lambda: self.store.keep_final_state(frame))
 
     def _seconds(self, timer: Timer, step: int) -> float:
         times = self.manifest.times
-        if timer == "retry":
+        if timer in ("retry", "echoes"):
             return times.retry
-        return {0: times.start_grace, self.course.last: times.linger}.get(step, times.grace)
+        barriers = {0: times.start_grace, self.course.last: times.linger}
+        return barriers[step] if step in barriers else self._patience.begin(asyncio.get_running_loop().time())
 
     def _fire(self, timer: Timer, step: int) -> None:
         if not self._over.is_set():
@@ -326,8 +443,33 @@ class LivePeer:
     # Computations, in the agent's thread; what they return runs in the event loop
 
     def _begin(self, iteration: int) -> Callable[[], list[Action]]:
+        reserved = self._reserve(iteration)
         vector = self.computation.begin(iteration)
+        if reserved is not None:
+            reserved.result()
         return lambda: self._computed(self.course.first_step(iteration), vector)
+
+    def _reserve(self, iteration: int) -> Future[None] | None:
+        """Move the mark, if necessary, so that this member may sign messages of an iteration."""
+        if not self.protocol.may_reserve(iteration) or self.course.last_step(iteration) <= self._mark.step:
+            return None
+        (before, then), now = self._reserved, time.monotonic()
+        self._reserved = iteration, now
+        ahead = min(int(RESERVED_SECONDS * (iteration - before) / max(now - then, 1e-9)), MOST_RESERVED)
+        return self._disk.submit(self._flush, self.course.last_step(iteration + ahead))
+
+    def _flush(self, mark: int) -> None:
+        began = time.monotonic()
+        self._outbox.flush()
+        self._checkpoints.flush()
+        self._mark.move(mark)
+        self.status.numbers.flush_seconds.observe(time.monotonic() - began)
+
+    def _settle_mark(self) -> None:
+        """At an orderly end, set the mark to what was really signed, so that the next start need not be careful."""
+        signed = max(self.protocol.sent, default=0)
+        if self.protocol.may_reserve(self.protocol.iteration) and self._mark.step > signed:
+            self._flush(signed)
 
     def _computed(self, step: int, vector: np.ndarray) -> list[Action]:
         if is_sound_on_host(vector):
@@ -353,7 +495,7 @@ class LivePeer:
         if vector is not None:
             return lambda: self._computed(step + 1, vector)
         record = self.computation.observe(self.status, iteration, None)
-        self.store.append_progress({"iteration": iteration, **record})
+        self._tolerate("progress.jsonl", lambda: self.store.append_progress({"iteration": iteration, **record}))
         checkpoint = self._saved(iteration + 1)
         return lambda: self._finished(step, checkpoint, record)
 
@@ -366,9 +508,11 @@ class LivePeer:
         return checkpoint
 
     def _finished(self, step: int, checkpoint: Checkpoint, record: dict[str, Any]) -> list[Action]:
-        self._checkpoint = checkpoint
+        self._previous, self._checkpoint = self._checkpoint, checkpoint
         self.status.state, self.status.waiting_for = "running", []
         self.status.bytes = self.links.bytes_sent, self.links.bytes_received
+        self.status.numbers.queued.set(self.links.num_queued)
+        self.status.numbers.behind.set(self.protocol.num_behind)
         if step:
             self.log("iteration", iteration=checkpoint.iteration, **record)
         return self.protocol.finished(step)
@@ -377,27 +521,31 @@ class LivePeer:
         states = [None if message is None else message.vector for message in action.states]
         self.computation.adopt(action.iteration, states)
         checkpoint = self._saved(action.iteration)
+        if (reserved := self._reserve(action.iteration)) is not None:
+            reserved.result()
 
         def adopted() -> list[Action]:
-            self._checkpoint, self.status.iteration, self.status.state = checkpoint, action.iteration, "running"
+            self._previous, self._checkpoint = self._checkpoint, checkpoint
+            self.status.iteration, self.status.state = action.iteration, "running"
             return self.protocol.adopted(action.iteration)
 
         return adopted
 
     # Events of the network
 
-    def _received(self, sender: int, frame: bytes) -> bool:
+    def _received(self, sender: int, frame: bytes) -> Received:
         try:
             message = self.codec.decode(frame, sender)
         except Rejected as rejected:
             self._count(sender, rejected.reason)
-            return False
-        self._react(lambda: self.protocol.received(message))
-        return True
+            return "bad"
+        actions = self._react(lambda: self.protocol.received(message))
+        in_vain = any(isinstance(action, (Count, Evidence)) for action in actions)
+        return "useful" if message.kind in SIGNED_ONCE and not in_vain else "useless"
 
-    def _linked(self, other: int) -> None:
-        self.log.seldom("linked", other, pause=1.0, to=self._name(other))
-        self._react(lambda: self.protocol.linked(other))
+    def _linked(self, other: int, version: int) -> None:
+        self.log.seldom("linked", other, pause=1.0, to=self._name(other), version=version)
+        self._react(lambda: self.protocol.linked(other, echoes=version >= ECHO_VERSION))
 
     def _unlinked(self, other: int, words: str) -> None:
         self.log.seldom("unlinked", other, pause=1.0, to=self._name(other), words=words)
@@ -409,12 +557,14 @@ class LivePeer:
 
     def _count(self, sender: int | None, reason: str) -> None:
         self.status.reject(sender, reason)
-        if reason not in ("duplicate", "late", "early"):  # these happen among honest members too
+        if reason not in ("duplicate", "late", "early", "masked"):  # the first three happen among honest members too
             self.log.seldom("rejected", sender, reason, level="warning", sender=self._name(sender), reason=reason)
 
     def _step_ended(self, action: Combine) -> None:
-        seconds = asyncio.get_running_loop().time() - self._step_began
-        self.status.step_ended([message is not None for message in action.messages], seconds)
+        now = asyncio.get_running_loop().time()
+        self._patience.end(now)
+        self.status.step_ended([message is not None for message in action.messages], now - self._step_began)
+        self._look_for_faults(frozenset())
         missing = [k for k, message in enumerate(action.messages) if message is None]
         if missing:
             names = [self._name(k) for k in missing]
@@ -429,6 +579,7 @@ class LivePeer:
             return
         self.status.state, self.status.waiting_for = "stalled" if names else "running", names
         self.status.numbers.stalled.set(bool(names))
+        self._look_for_faults(alarm.missing)
         if names:
             need = f"{self.course.quorum} of {self.course.num_members} messages are needed to continue"
             self.log("stalled", level="error", step=alarm.step, missing=names, words=need)
@@ -439,10 +590,45 @@ class LivePeer:
         sender = evidence.first.sender
         self.status.equivocated(sender)
         words: dict[str, Any] = {"sender": self._name(sender), "step": evidence.first.step}
-        if self.store.num_evidence(self._name(sender)) < EVIDENCE_PER_MEMBER:
-            heads = self.codec.head(evidence.first), self.codec.head(evidence.second)
-            words["file"] = self.store.keep_evidence(self.manifest, evidence, heads).name
+        if self._proofs[sender] < EVIDENCE_PER_MEMBER:
+            self._proofs[sender] += 1
+            heads = self.codec.head(evidence.first, evidence.kind), self.codec.head(evidence.second, evidence.kind)
+            kept = self._tolerate("evidence", lambda: self.store.keep_evidence(self.manifest, evidence, heads))
+            words |= {} if kept is None else {"file": kept.name}
+        self.links.restrain(sender)
         self.log.seldom("equivocation", sender, level="warning", **words)
+        self._look_for_faults(frozenset())
+
+    def _forgotten(self, forgotten: Forgotten) -> None:
+        step = forgotten.receipt.step
+        words = (
+            f"{self._name(forgotten.reported_by)} has a message that this member signed for step {step} and does not "
+            "have: its directory is older than that, or its key is used elsewhere. It stays silent until it can take "
+            "over a later state from the others"
+        )
+        self.status.numbers.damage.inc()
+        self.log("forgotten", level="error", file=str(self.store.path), step=step, words=words)
+
+    def _look_for_faults(self, missing: frozenset[int]) -> None:
+        """Raise an alarm if more members are faulty than the federation tolerates."""
+        faults = self.protocol.absent | self.protocol.masked | missing
+        if faults == self._faults:
+            return
+        self._faults = faults
+        self.status.fault(sorted(faults))
+        if len(faults) > self.course.num_byzantine:
+            names = [self._name(each) for each in sorted(faults)]
+            words = f"{len(faults)} members are missing or have equivocated, and {self.course.num_byzantine} may"
+            self.log("faults", level="error", members=names, words=words)
+
+    def _tolerate(self, what: str, write: Callable[[], Written]) -> Written | None:
+        """Write a file without which this member can go on; None if that fails."""
+        try:
+            return write()
+        except OSError as error:
+            words = f"{error.strerror}; this member continues without it"
+            self.log.seldom("not written", what, level="error", file=str(self.store.path / what), words=words)
+            return None
 
     def _report(self) -> bytes:
         now = asyncio.get_running_loop().time()

@@ -4,13 +4,20 @@ A run is a sequence of rounds, and a *step* is the number of a round in it. Step
 iteration has 1 + κ rounds: one of gradients and κ of agreement. The last round is a barrier again, at which members
 wait for those that are behind. In every round each member publishes one message and collects those of the others.
 
-A round ends when all K messages have arrived, or when K − f have arrived (the member's own is one of them) and a grace
-period has passed. With fewer than K − f messages it does not end. The final barrier is the only exception: it also ends
-after a grace period in which fewer than K − f members gave a sign of life, because the others have received all K
+A round ends when the messages of all awaited members have arrived, or when K − f have arrived (the member's own is one
+of them) and a grace period has passed. Members that were absent several times in a row, or that provably equivocated,
+are not awaited. With fewer than K − f messages a round does not end. The final barrier is the only exception: it also
+ends after a grace period in which fewer than K − f members gave a sign of life, because the others have received all K
 messages there and have left.
 
 Messages are pushed and pulled: a member that lacks one asks its sender, which keeps the messages of this iteration and
-of the one before. A member that is too far behind for that receives states instead, and adopts what K − f members say.
+of the one before. A member that is too far behind for that receives states instead. It adopts them once K − f members
+have sent theirs for one iteration, or, after a while, 2f + 1.
+
+A member must never sign two different messages for one step, even if its disk has lost what it signed. So it signs
+nothing for steps up to `silent_through`, except for what it still has, and waits for a state of a later iteration. It
+learns of forgotten messages from *echoes*: on every new connection, members tell each other the last message that they
+have from one another. After a start, a member signs nothing before it has heard enough of them.
 """
 
 from collections.abc import Callable
@@ -20,8 +27,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Kind = Literal["vector", "ask", "state"]
-Timer = Literal["grace", "retry"]
+Kind = Literal["vector", "ask", "state", "echo"]
+Timer = Literal["grace", "retry", "echoes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +45,14 @@ class Course:
     def quorum(self) -> int:
         """K − f: how many messages a round needs."""
         return self.num_members - self.num_byzantine
+
+    @cached_property
+    def state_quorum(self) -> int:
+        """2f + 1, but at most K − f: how many states of one iteration are enough to adopt it.
+
+        With f of them false, every coordinate of their trimmed mean lies between two honest ones.
+        """
+        return min(2 * self.num_byzantine + 1, self.quorum)
 
     @cached_property
     def per_iteration(self) -> int:
@@ -68,6 +83,10 @@ class Course:
     def is_barrier(self, step: int) -> bool:
         return step in (0, self.last)
 
+    def last_step(self, iteration: int) -> int:
+        """The last step of an iteration; the last iteration includes the final barrier."""
+        return self.last if iteration + 1 >= self.num_iterations else self.first_step(iteration + 1) - 1
+
 
 class Receipt(NamedTuple):
     """What a signature covers, without the message itself. Two receipts are enough to prove equivocation."""
@@ -83,9 +102,9 @@ class Message(NamedTuple):
 
     kind: Kind
     sender: int
-    step: int  # for a state, the first step of its iteration; for an ask, the step whose message is wanted
+    step: int  # for a state, the first step of its iteration; for an ask or an echo, that of the message in question
     vector: np.ndarray
-    receipts: tuple[Receipt, ...]  # of the messages that the sender received in the round before
+    receipts: tuple[Receipt, ...]  # of the messages received in the round before; in an echo, the receiver's own
     digest: bytes
     signature: bytes
     frame: bytes = b""  # the whole message, as it is sent
@@ -99,7 +118,7 @@ class Message(NamedTuple):
 
 
 class Log(NamedTuple):
-    """Store one of the member's own messages where it survives a crash."""
+    """Store one of the member's own messages where it survives a crash of the process."""
 
     message: Message
 
@@ -112,9 +131,13 @@ class Send(NamedTuple):
 
 
 class SendState(NamedTuple):
-    """Send the state with which this member began its iteration, as a `Message` of kind "state"."""
+    """Send the state with which this member began its iteration, as a `Message` of kind "state".
+
+    With `previous`, send that of the iteration before as well: the members ahead may be in either of the two.
+    """
 
     to: int
+    previous: bool = False
 
 
 class SetTimer(NamedTuple):
@@ -160,6 +183,14 @@ class Evidence(NamedTuple):
 
     first: Receipt
     second: Receipt
+    kind: Kind = "vector"
+
+
+class Forgotten(NamedTuple):
+    """Report that this member has signed a message which it does not have: its files are older than that."""
+
+    receipt: Receipt
+    reported_by: int
 
 
 class Count(NamedTuple):
@@ -173,7 +204,7 @@ class Finished(NamedTuple):
     """The run is over for this member."""
 
 
-Action = Log | Send | SendState | SetTimer | Begin | Combine | Adopt | Alarm | Evidence | Count | Finished
+Action = Log | Send | SendState | SetTimer | Begin | Combine | Adopt | Alarm | Evidence | Forgotten | Count | Finished
 
 # Makes the signed message of a step; the same input must give the same message.
 Seal = Callable[[int, np.ndarray, tuple[Receipt, ...]], Message]
@@ -182,6 +213,8 @@ Verify = Callable[[Receipt], bool]
 NOTHING = np.zeros(0, np.float32)
 # How many retries without a quorum make a member raise an alarm.
 ALARM_AFTER = 10
+# After how many rounds without its message a member is no longer awaited.
+ABSENT_AFTER = 3
 
 
 @dataclass(kw_only=True)
@@ -194,10 +227,14 @@ class Protocol:
     course: Course
     seal: Seal
     seal_ask: Callable[[int], Message]
+    seal_echo: Callable[[Receipt | None], Message]
     verify: Verify
     iteration: int = 0  # the one to begin, or to continue after a restart
     started: bool = False  # whether the start barrier was passed before a restart
     sent: dict[int, Message] = field(default_factory=dict)  # own messages by step; never replaced by different ones
+    silent_through: int = -1  # the last step for which a message may have been signed and lost
+    forgetful: bool = False  # whether even that is unknown, and only the other members can tell
+    masked: set[int] = field(default_factory=set)  # members that provably equivocated: their messages do not count
 
     step: int = field(default=0, init=False)
     _inbox: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # this step's and the next one's
@@ -210,15 +247,44 @@ class Protocol:
     _waited: int = field(default=0, init=False)  # for how many retries this step has been short of a quorum
     _heard: set[int] = field(default_factory=set, init=False)  # since this step, or its latest grace period, began
     _over: bool = field(default=False, init=False)
+    _latest: dict[int, Receipt] = field(default_factory=dict, init=False)  # of each member's message of the latest step
+    _absences: list[int] = field(default_factory=list, init=False)  # rounds in a row without a member's message
+    _echoed: set[int] = field(default_factory=set, init=False)  # members that told what they have from this one
+    _cleared: bool = field(default=False, init=False)  # whether enough of them have, to sign something new
+    _unsigned: tuple[int, np.ndarray] | None = field(default=None, init=False)  # a step's vector, until then
 
     def __post_init__(self) -> None:
         self._positions = [-1] * self.course.num_members
+        self._absences = [0] * self.course.num_members
+        # What the others had sent is known from the receipts in this member's own messages.
+        for _, message in sorted(self.sent.items()):
+            self._latest |= {receipt.sender: receipt for receipt in message.receipts}
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Members that are not awaited, because they were absent several times in a row."""
+        return frozenset(other for other in self.course.others if self._absences[other] >= ABSENT_AFTER)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether this member may have signed a message for its step and lost it."""
+        return self.step <= self.silent_through and self.step not in self.sent and self.step > 0
 
     @property
     def is_behind(self) -> bool:
         """Whether more than f members, so at least one honest member, were heard in a later iteration."""
         later = self.course.first_step(self.iteration + 1)
         return sum(position >= later for position in self._positions) > self.course.num_byzantine
+
+    def may_reserve(self, iteration: int) -> bool:
+        """Whether what this member signs in an iteration may be marked as known, so that nothing lost is covered up."""
+        return (self._cleared or not self.forgetful) and self.course.first_step(iteration) > self.silent_through
+
+    @property
+    def num_behind(self) -> int:
+        """How many members were last heard more than an iteration ago, in steps."""
+        recent = self.step - self.course.per_iteration
+        return sum(self._positions[other] < recent for other in self.course.others)
 
     # Events
 
@@ -235,6 +301,11 @@ class Protocol:
         if step != self.step or self._adopting or self.course.own in self._inbox.get(step, {}):
             return []  # an adopted state was faster
         message, actions = self.sent.get(step), []
+        if message is None and step > 0 and not self._cleared:
+            self._unsigned = step, vector
+            return [SetTimer("echoes", step), *self._clear(patient=True)]
+        if message is None and self.is_silent:
+            return []
         if message is None:
             before = self._seen.get(step - 1, {})
             receipts = tuple(before[sender] for sender in sorted(before) if sender != self.course.own)
@@ -256,10 +327,17 @@ class Protocol:
         self._states.clear()
         return self._calm() + self._begin(iteration)
 
-    def linked(self, other: int) -> list[Action]:
-        """There is a new connection to a member; what was sent over the old one may be lost."""
+    def linked(self, other: int, *, echoes: bool = True) -> list[Action]:
+        """There is a new connection to a member; what was sent over the old one may be lost.
+
+        Args:
+            other: The member.
+            echoes: Whether it tells what it has from this one; members with an old version do not.
+        """
         message = self.sent.get(self.step)
-        return [] if message is None else [Send(other, message)]
+        actions: list[Action] = [Send(other, self.seal_echo(self._latest.get(other)))] if echoes else []
+        actions += [] if message is None else [Send(other, message)]
+        return actions if echoes else actions + self._heard_echo(other)
 
     def timer_fired(self, timer: Timer, step: int) -> list[Action]:
         """The time of a `SetTimer` has passed."""
@@ -268,16 +346,25 @@ class Protocol:
         inbox = self._inbox.get(step, {})
         if timer == "grace":
             return self._grace_ended(inbox)
+        if timer == "echoes":
+            if self._cleared:
+                return []
+            asks: list[Action] = [
+                Send(each, self.seal_ask(0)) for each in self.course.others if each not in self._echoed
+            ]
+            return [SetTimer("echoes", step), *asks, *self._clear(patient=False)]
         actions: list[Action] = [SetTimer("retry", step)]
         if self._adopting:
             return actions
+        if adopted := self._adopt_from(self.course.state_quorum):
+            return actions + adopted
         missing = [other for other in self.course.others if other not in inbox]
         # A member that is stuck here while others are ahead needs a state from each of them, also from those whose
-        # message it has.
+        # message it has. One that must be silent needs states in any case: it asks for what nobody keeps.
         others_ahead = self.is_behind or any(max(states) > step for states in self._states.values())
-        asked = self.course.others if others_ahead and not self._ready(inbox) else missing
-        actions += [Send(other, self.seal_ask(step)) for other in asked]
-        if self.course.own in inbox and len(inbox) < self.course.quorum:
+        asked = self.course.others if self.is_silent or (others_ahead and not self._ready(inbox)) else missing
+        actions += [Send(other, self.seal_ask(1 if self.is_silent else step)) for other in asked]
+        if len(inbox) < self.course.quorum and (self.course.own in inbox or self.is_silent):
             self._waited += 1
             if self._waited == ALARM_AFTER:
                 actions.append(Alarm(step, frozenset(missing)))
@@ -289,6 +376,11 @@ class Protocol:
         self._heard.add(sender)
         if message.kind == "ask":
             return self._asked(sender, step)
+        if message.kind == "echo":
+            reports = [action for receipt in message.receipts for action in self._own_seen(receipt, sender)]
+            return reports + self._heard_echo(sender)
+        if self._is_masked(sender, step) or (sender in self.masked and message.kind == "state"):
+            return [Count(sender, "masked")]
         self._positions[sender] = max(self._positions[sender], step)
         if message.kind == "state":
             return self._offered(message)
@@ -298,10 +390,14 @@ class Protocol:
         actions = self._witness(message.receipt, trusted=True)
         own, before = self.course.own, self._seen.get(step - 1, {})
         for receipt in message.receipts:
-            if before.get(receipt.sender) == receipt:
-                continue  # seen already, as most are
-            if receipt.sender not in (sender, own) and receipt.step == step - 1:
-                actions += self._witness(receipt, trusted=False)
+            if receipt.sender == own:
+                actions += self._own_seen(receipt, sender)
+            elif before.get(receipt.sender) != receipt and receipt.sender != sender:  # most are seen already
+                actions += self._witness(receipt, trusted=False, sender=sender)
+        if step > self.step - self.course.per_iteration:
+            self._absences[sender] = 0
+        if self._is_masked(sender, step):
+            return actions
         current = step in (self.step, self.step + 1)
         inbox = self._inbox.setdefault(step, {}) if current else {}
         if sender in inbox:
@@ -315,6 +411,10 @@ class Protocol:
 
     # What follows from events
 
+    def _is_masked(self, sender: int, step: int) -> bool:
+        """Whether a member's message of a step does not count. At a barrier it does, so that all leave together."""
+        return sender in self.masked and not self.course.is_barrier(step)
+
     def _ready(self, inbox: dict[int, Message]) -> bool:
         """Whether a round has a quorum, the member's own message included."""
         return self.course.own in inbox and len(inbox) >= self.course.quorum
@@ -325,7 +425,8 @@ class Protocol:
         if self._over or self._adopting or not self._ready(inbox):
             return []
         actions = self._calm()
-        if len(inbox) == self.course.num_members:
+        not_awaited = frozenset() if self.course.is_barrier(self.step) else self.masked | self.absent
+        if all(other in inbox or other in not_awaited for other in self.course.others):
             return actions + self._end_step()
         if not self._gracing:
             self._gracing = True
@@ -344,7 +445,7 @@ class Protocol:
         if not self._ready(inbox):
             if self.step < self.course.last:
                 return []
-            if len(self._heard | inbox.keys()) >= self.course.quorum:  # there may still be a quorum
+            if len(self._heard | inbox.keys()) >= self.course.quorum and not self.is_silent:  # may still be a quorum
                 self._heard.clear()
                 return [SetTimer("grace", self.step)]
         return self._calm() + self._end_step()
@@ -355,13 +456,19 @@ class Protocol:
             self._over = True
             return [Finished()]
         messages = tuple(inbox.get(each) for each in range(self.course.num_members))
+        for other in self.course.others:
+            self._absences[other] = 0 if other in inbox else self._absences[other] + 1
         return [*self._enter(step + 1), Combine(step, messages)]
 
     def _enter(self, step: int) -> list[Action]:
         """Collect the messages of a step from now on."""
         self.step, self._gracing, self._waited = step, False, 0
         self._heard.clear()
-        self._inbox = {each: inbox for each, inbox in self._inbox.items() if each in (step, step + 1)}
+        self._inbox = {
+            each: {sender: message for sender, message in inbox.items() if not self._is_masked(sender, each)}
+            for each, inbox in self._inbox.items()
+            if each in (step, step + 1)
+        }
         self._seen = {each: seen for each, seen in self._seen.items() if each >= step - 2}
         inbox = self._inbox.get(step, {})
         # Members that are here or ahead have sent their message already, and it came too early to be kept.
@@ -390,36 +497,57 @@ class Protocol:
     def _asked(self, sender: int, step: int) -> list[Action]:
         """Answer with the message of a step or, if that is no longer kept, with a state."""
         if step in self.sent:
-            return [Send(sender, self.sent[step])]
+            echo: list[Action] = [] if step else [Send(sender, self.seal_echo(self._latest.get(sender)))]
+            return [Send(sender, self.sent[step]), *echo]
         no_longer_kept = self.iteration > 0 and step < self.course.first_step(self.iteration - 1)
-        if no_longer_kept and not self._adopting:
+        # A state is signed as well, and this member may have signed another one for the same iteration.
+        may_send_state = not self._adopting and self.course.first_step(self.iteration) > self.silent_through
+        if no_longer_kept and may_send_state:
             # The state is sent again when the next iteration begins, at the same time as those of the other members.
+            previous = sender in self._behind and self.course.first_step(self.iteration - 1) > self.silent_through
             self._behind.add(sender)
-            return [SendState(sender)]
+            return [SendState(sender, previous)]
         return []
 
     def _offered(self, message: Message) -> list[Action]:
         """Keep a member's state of a later iteration; adopt it once K − f members have sent theirs."""
-        iteration = self.course.iteration(message.step)
-        if message.step <= self.step or iteration <= self.iteration or self._adopting or self._over:
-            return []  # before `start`, the step is not yet that of the iteration
+        step = message.step
+        if not self._may_adopt(step) or self._adopting or self._over:
+            return [Count(message.sender, "late")]
         states = self._states.setdefault(message.sender, {})
-        states[message.step] = message
+        known = states.setdefault(step, message)
+        if known.digest != message.digest:
+            return self._proven(Evidence(known.receipt, message.receipt, "state"))
         for old in sorted(states)[:-2]:
             del states[old]
-        offers = tuple(self._states.get(each, {}).get(message.step) for each in range(self.course.num_members))
-        if sum(state is not None for state in offers) < self.course.quorum:
-            return []
-        self._adopting = True
-        return [Adopt(iteration, offers)]
+        return self._adopt_from(self.course.quorum)
 
-    def _witness(self, receipt: Receipt, trusted: bool) -> list[Action]:
+    def _may_adopt(self, step: int) -> bool:
+        """Whether a state is later than this member's own, and from an iteration in which it may sign."""
+        later = step > self.step and self.course.iteration(step) > self.iteration  # before `start`, the step is 0
+        return later and (step > self.silent_through or step == self.course.last)
+
+    def _adopt_from(self, quorum: int) -> list[Action]:
+        """Adopt the latest iteration for which this many members have sent their states."""
+        steps = {step for states in self._states.values() for step in states if self._may_adopt(step)}
+        for step in sorted(steps, reverse=True):
+            offers = tuple(self._states.get(each, {}).get(step) for each in range(self.course.num_members))
+            if sum(state is not None for state in offers) >= quorum:
+                self._adopting = True
+                return [Adopt(self.course.iteration(step), offers)]
+        return []
+
+    def _witness(self, receipt: Receipt, trusted: bool, sender: int = -1) -> list[Action]:
         """Compare a receipt with what its signer is known to have signed; a difference is equivocation.
 
         Args:
             receipt: The receipt of a message.
             trusted: Whether its signature has been verified already.
+            sender: The member that passed on a receipt that is not trusted.
         """
+        latest = self._latest.get(receipt.sender)
+        if trusted and (latest is None or receipt.step > latest.step):
+            self._latest[receipt.sender] = receipt
         if not self.step - 2 <= receipt.step <= self.step + 1:
             return []
         seen = self._seen.setdefault(receipt.step, {})
@@ -427,8 +555,61 @@ class Protocol:
         if known is not None and known.digest == receipt.digest:
             return []
         if not trusted and not self.verify(receipt):
-            return []
+            return [Count(sender, "receipt")]
         if known is not None:
-            return [Evidence(known, receipt)]
+            return self._proven(Evidence(known, receipt))
         seen[receipt.sender] = receipt
         return []
+
+    def _proven(self, evidence: Evidence) -> list[Action]:
+        """Do not count a member's messages from now on."""
+        sender = evidence.first.sender
+        self.masked.add(sender)
+        self._states.pop(sender, None)
+        return [evidence]
+
+    # What this member may have signed and forgotten
+
+    def _own_seen(self, receipt: Receipt, reported_by: int) -> list[Action]:
+        """Compare a receipt of this member's own message with what it knows to have signed."""
+        known = self.sent.get(receipt.step)
+        if receipt.step == 0 or (known is not None and known.digest == receipt.digest):
+            return []
+        kept_since = self.course.first_step(self.iteration - 1) if self.iteration > 0 else 0
+        if receipt.sender != self.course.own or receipt.step < kept_since or not self.verify(receipt):
+            return []
+        through = self.course.last_step(self.course.iteration(receipt.step))
+        if through <= self.silent_through:
+            return []
+        self.silent_through = through
+        return [Forgotten(receipt, reported_by)]
+
+    def _heard_echo(self, other: int) -> list[Action]:
+        self._echoed.add(other)
+        return self._clear(patient=True)
+
+    def _clear(self, *, patient: bool) -> list[Action]:
+        """Sign what waits for the echoes of the others, once K − f are known.
+
+        Args:
+            patient: Whether to wait for all others, which the next `SetTimer` ends.
+        """
+        # One that has forgotten everything must also know where the others are.
+        known = [other for other in self._echoed if not self.forgetful or self._positions[other] >= 0]
+        missing = self.course.num_members - 1 - len(known)
+        if self._cleared or missing > (0 if patient else self.course.num_byzantine):
+            return []
+        self._cleared = True
+        if self.forgetful:
+            self.silent_through = max(self.silent_through, self._signed_at_most())
+        (step, vector), self._unsigned = self._unsigned or (-1, NOTHING), None
+        return self.computed(step, vector)
+
+    def _signed_at_most(self) -> int:
+        """The last step for which this member can have signed a message, by where the others are.
+
+        Whoever signs in an iteration has finished the one before with K − f messages, so all but f of the others have
+        reached at least that one.
+        """
+        reached = sorted(self._positions)[-1 - self.course.num_byzantine]
+        return self.course.last_step(self.course.iteration(reached) + 1)

@@ -101,6 +101,17 @@ class Numbers:
         self.diameter = make(gauge, "diameter", "Diameter of the last vectors, attackers included.", ("phase",))
         self.weight = make(gauge, "weight", "Weight of a member's last gradient.", ("peer",))
         self.equivocations = make(counter, "equivocations", "Equivocations of a member.", ("peer",))
+        self.faults = make(gauge, "faults", "Members that are missing or that provably equivocated.")
+        self.tolerated = make(gauge, "faults_tolerated", "Faulty members that the federation tolerates, f.")
+        self.behind = make(gauge, "peers_behind", "Members that are more than an iteration behind this one.")
+        self.queued = make(gauge, "messages_queued", "Messages that wait to be sent.")
+        self.damage = make(counter, "damage", "Damaged, lost or outdated files of this member.")
+        self.flush_seconds = make(
+            prometheus_client.Histogram,
+            "flush_seconds",
+            "Seconds until this member's files were safe on the disk.",
+            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+        )
         self.stalled = make(gauge, "stalled", "1 while too few messages arrive to continue.")
         self.sent = make(gauge, "bytes_sent", "Bytes of messages sent, without TLS and HTTP/2.")
         self.received = make(gauge, "bytes_received", "Bytes of messages received, without TLS and HTTP/2.")
@@ -146,6 +157,11 @@ class Status:
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     started: float = field(default_factory=time.time)
     bytes: tuple[int, int] = (0, 0)  # sent, received
+    num_byzantine: int = 0  # f
+    faults: list[str] = field(default_factory=list)  # members that are missing or that provably equivocated
+
+    def __post_init__(self) -> None:
+        self.numbers.tolerated.set(self.num_byzantine)
 
     def reject(self, sender: int | None, reason: str) -> None:
         """Count a message that was not used; None is a sender outside the federation."""
@@ -157,6 +173,11 @@ class Status:
         """Count an equivocation."""
         self.equivocations[sender] += 1
         self.numbers.equivocations.labels(self.names[sender]).inc()
+
+    def fault(self, members: list[int]) -> None:
+        """Record which members are faulty now."""
+        self.faults = [self.names[each] for each in members]
+        self.numbers.faults.set(len(members))
 
     def step_ended(self, present: list[bool], seconds: float) -> None:
         """Record a round: whose message was there, and how long it took."""
@@ -203,6 +224,7 @@ class Status:
             "num_iterations": self.num_iterations,
             "step": self.step,
             "waiting_for": self.waiting_for,
+            "faults": self.faults,
             "uptime": round(time.time() - self.started, 1),
             "curve": [[at, round(value, 3)] for at, value in self.curve[-2 * CURVE_POINTS :]],
             "reward_threshold": self.reward_threshold,

@@ -4,18 +4,29 @@
   random.key        the secret key of the member's random numbers
   checkpoints.bin   the states at the beginning of this iteration and of the one before
   outbox.bin        all messages of these two iterations, each written before it is sent
+  mark.bin          the last step for which a message may have been signed
   evidence/*.json   proofs of equivocation
   progress.jsonl    one line per iteration
   output.npy        θ_T̂, from iteration T̂ on
+  final.state       the signed state at the end of training, for members that come too late
 A record or a line that a crash cut off is ignored.
+
+A member that forgets what it has signed may sign something else, and would then be proven to equivocate. The mark
+prevents that. It is on the disk before the member signs anything up to it, so that messages and checkpoints need not be
+flushed one by one: what a power cut takes away lies at or below the mark, and there the member stays silent.
 """
 
 import fcntl
 import json
 import os
 import secrets
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -23,7 +34,59 @@ from byzpg._files import flush_directory, write_atomically
 from byzpg.live.identity import Member
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Evidence
-from byzpg.live.records import Records
+from byzpg.live.records import OnFullDisk, Records
+
+
+def forgotten_through(
+    mark: int, *, same_boot: bool, damaged_slots: Collection[int], num_slots: int, damaged_checkpoint: bool
+) -> int:
+    """The last step whose message may have been signed and lost; −1 if there is none.
+
+    Args:
+        mark: The last step for which a message may have been signed.
+        same_boot: Whether the machine has been running since the mark was written. Then nothing was lost that was
+            written after it.
+        damaged_slots: The slots of the outbox that fail their checksums; a message with number n is in slot
+            n mod `num_slots`.
+        num_slots: The number of slots of the outbox.
+        damaged_checkpoint: Whether a checkpoint fails its checksum. The state that follows from an older one may
+            contradict the one that the member has sent to others.
+    """
+    if not same_boot or damaged_checkpoint:
+        return mark
+    return max((step for step in range(mark + 1)[-num_slots:] if step % num_slots in damaged_slots), default=-1)
+
+
+class Mark:
+    """The last step for which a message may have been signed, and whether its file can be relied on."""
+
+    CONTENT = struct.Struct("<q16sQQ")  # the step, the machine's boot, and the device and number of the file
+
+    def __init__(self, records: Records, *, expected: bool) -> None:
+        self._records, self.step, self.same_boot = records, -1, True
+        found = records.read()
+        self._number = max(found, default=-1)
+        # A copy of the directory, restored from a backup, says nothing about what was signed after it was made.
+        self.lost = expected
+        if found:
+            self.step, boot, *place = self.CONTENT.unpack(found[self._number])
+            self.same_boot = boot == _boot() and any(boot)
+            self.lost = tuple(place) != records.identity()
+
+    def move(self, step: int) -> None:
+        """Set the mark; on return it is safe on the disk."""
+        self.step, self.same_boot, self.lost = step, True, False
+        self._number += 1
+        self._records.put(self._number, self.CONTENT.pack(step, _boot(), *self._records.identity()))
+        self._records.flush()
+
+
+@cache
+def _boot() -> bytes:
+    """An id of the time since the machine was started; zeros if the system does not tell."""
+    with suppress(OSError, ValueError):
+        return UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    return bytes(16)
 
 
 class Store:
@@ -35,6 +98,7 @@ class Store:
 
     def __init__(self, path: Path, manifest: Manifest, member: Member) -> None:
         self.path = path
+        self.on_full_disk: OnFullDisk = lambda path, over: None
         path.mkdir(parents=True, exist_ok=True)
         owner = {"member": member.name, "manifest": manifest.digest.hex(), "run": manifest.run}
         existing = path / "owner.json"
@@ -58,7 +122,6 @@ class Store:
         text = json.dumps(owner, indent=2) + "\n"
         write_atomically(existing, lambda file: file.write(text.encode()))
         self._open: list[Records] = []
-        self._num_evidence: dict[str, int] = {}
         self._progress = (path / "progress.jsonl").open("ab+")
         if self._progress.tell():
             self._progress.seek(-1, os.SEEK_END)
@@ -89,19 +152,26 @@ class Store:
 
     def records(self, name: str, num_slots: int, largest: int) -> Records:
         """Open a file of records in this directory, until the store is closed."""
-        opened = Records(self.path / name, num_slots, largest)
+        opened = Records(self.path / name, num_slots, largest, lambda *event: self.on_full_disk(*event))
         self._open.append(opened)
         return opened
 
+    def mark(self, *, expected: bool) -> Mark:
+        """Open the mark.
+
+        Args:
+            expected: Whether other files show that there was one.
+        """
+        return Mark(self.records("mark.bin", 2, Mark.CONTENT.size), expected=expected)
+
     def keep_evidence(self, manifest: Manifest, evidence: Evidence, heads: tuple[bytes, bytes]) -> Path:
         """Write the heads of two messages that one member signed for one step."""
-        first, second = evidence
-        member = manifest.members[first.sender]
+        first, second, _ = evidence
+        name = manifest.members[first.sender].name
         digests = "-".join(sorted((first.digest.hex()[:8], second.digest.hex()[:8])))
-        path = self.path / "evidence" / f"{first.step}-{member.name}-{digests}.json"
         values = {
             "what": "two different messages, signed by one member for one step",
-            "member": member.name,
+            "member": name,
             "step": first.step,
             "manifest": manifest.digest.hex(),
             "messages": [
@@ -109,16 +179,19 @@ class Store:
                 for head, receipt in zip(heads, (first, second), strict=True)
             ],
         }
-        text = json.dumps(values, indent=2) + "\n"
+        text, path = json.dumps(values, indent=2) + "\n", self.path / "evidence" / f"{first.step}-{name}-{digests}.json"
         write_atomically(path, lambda file: file.write(text.encode()))
-        self._num_evidence[member.name] = self.num_evidence(member.name) + 1
         return path
 
-    def num_evidence(self, name: str) -> int:
-        """How many proofs against a member there are."""
-        if name not in self._num_evidence:
-            self._num_evidence[name] = len(list((self.path / "evidence").glob(f"*-{name}-*.json")))
-        return self._num_evidence[name]
+    def evidence(self) -> Iterator[tuple[Path, object]]:
+        """The proofs that this member keeps, as plain data; files that cannot be read are left out."""
+        for path in sorted((self.path / "evidence").glob("*.json")):
+            with suppress(OSError, ValueError, RecursionError):
+                yield path, json.loads(path.read_text())
+
+    def keep_final_state(self, frame: bytes) -> None:
+        """Write the signed state at the end of training."""
+        write_atomically(self.path / "final.state", lambda file: file.write(frame))
 
     def keep_output(self, parameters: np.ndarray) -> None:
         """Write θ_T̂, the parameters of the uniformly drawn iteration."""
@@ -138,10 +211,10 @@ class Store:
         """One dictionary per iteration; if an iteration was done twice, the last one written."""
         path = self.path / "progress.jsonl"
         found: dict[int, dict[str, Any]] = {}
-        for line in path.read_text().splitlines() if path.is_file() else []:
+        for line in path.read_bytes().splitlines() if path.is_file() else []:
             try:
                 values = json.loads(line)
                 found[values["iteration"]] = values
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError):  # damaged, or cut off by a crash
                 continue
         return [found[iteration] for iteration in sorted(found)]

@@ -2,7 +2,7 @@
 
     head       magic, version, kind, sender, iteration, phase, dimension, manifest hash, run id, content digest
     signature  Ed25519 over TAG and the head, and so over everything: the head's digest is SHA-256 of all that follows
-    receipts   of the round before: sender, digest and signature of each
+    receipts   of the round before: sender, digest and signature of each; an echo has that of the receiver's own message
     vector     dimension × float32
 
 A signature needs only the head, so two heads prove equivocation without the vectors. Decoding raises nothing but
@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import get_args
+from typing import NamedTuple, get_args
 from uuid import UUID
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from byzpg.live.identity import Member
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Course, Kind, Message, Receipt
 from byzpg.robust.geometry import is_sound_on_host
@@ -31,6 +32,8 @@ RECEIPT = struct.Struct("<H32s64s")
 SIGNATURE_BYTES = 64
 FIXED_BYTES = HEAD.size + SIGNATURE_BYTES
 KINDS: tuple[Kind, ...] = get_args(Kind)
+# Of these, a member signs one for each step.
+SIGNED_ONCE: tuple[Kind, ...] = ("vector", "state")
 BARRIER = 0xFFFF  # the phase of a barrier
 
 
@@ -69,10 +72,10 @@ class Codec:
         """Sign a message of this member.
 
         Args:
-            kind: What the message is: a vector, a state, or an ask.
+            kind: What the message is: a vector, a state, an ask or an echo.
             step: The step to which it belongs; for a state, the first one of its iteration.
-            vector: What it carries; empty for an ask, and at a barrier.
-            receipts: Receipts of the messages that arrived in the round before.
+            vector: What it carries; empty for an ask, for an echo, and at a barrier.
+            receipts: Receipts of the messages that arrived in the round before, or the one that is echoed.
             signing: The private key of this member.
         """
         packed = b"".join(RECEIPT.pack(each.sender, each.digest, each.signature) for each in receipts)
@@ -120,7 +123,8 @@ class Codec:
             raise Rejected("dimension")
         receipts_end = len(frame) - 4 * dimension
         num_receipts, rest = divmod(receipts_end - FIXED_BYTES, RECEIPT.size)
-        if rest or not 0 <= num_receipts < self.course.num_members or (kind != "vector" and num_receipts):
+        most_receipts = {"vector": self.course.num_members - 1, "echo": 1}.get(kind, 0)
+        if rest or not 0 <= num_receipts <= most_receipts:
             raise Rejected("size")
         view = memoryview(frame)
         if sha256(view[FIXED_BYTES:]).digest() != digest:
@@ -129,7 +133,7 @@ class Codec:
         if not self._verified(sender, bytes(view[: HEAD.size]), signature):
             raise Rejected("signature")
         receipts = tuple(
-            Receipt(signer, step - 1, content, signed)
+            Receipt(signer, step if kind == "echo" else step - 1, content, signed)
             for signer, content, signed in RECEIPT.iter_unpack(view[FIXED_BYTES:receipts_end])
         )
         if any(receipt.sender >= self.course.num_members for receipt in receipts):
@@ -148,16 +152,21 @@ class Codec:
             frame=frame,
         )
 
+    def decode_claimed(self, frame: bytes) -> Message:
+        """Read a message from a file; its sender is the one that it names, and that signed it."""
+        if len(frame) < FIXED_BYTES:
+            raise Rejected("size")
+        return self.decode(frame, HEAD.unpack_from(frame)[3])
+
     def verify(self, receipt: Receipt) -> bool:
         """Whether the member that a receipt names has signed it for a vector of this run."""
         if not 0 <= receipt.step <= self.course.last or not 0 <= receipt.sender < len(self.keys):
             return False
         return self._verified(receipt.sender, self.head(receipt), receipt.signature)
 
-    def head(self, receipt: Receipt) -> bytes:
-        """The head of the vector that a receipt belongs to."""
-        dimension = self._dimension("vector", receipt.step)
-        return self._head("vector", receipt.sender, receipt.step, dimension, receipt.digest)
+    def head(self, receipt: Receipt, kind: Kind = "vector") -> bytes:
+        """The head of the message that a receipt belongs to."""
+        return self._head(kind, receipt.sender, receipt.step, self._dimension(kind, receipt.step), receipt.digest)
 
     def _verified(self, sender: int, head: bytes, signature: bytes) -> bool:
         try:
@@ -196,10 +205,17 @@ class Codec:
     def _dimension(self, kind: Kind, step: int) -> int:
         if kind == "state":
             return self.state_dimension
-        return 0 if kind == "ask" or self.course.is_barrier(step) else self.dimension
+        return self.dimension if kind == "vector" and not self.course.is_barrier(step) else 0
 
 
-def verify_evidence(manifest: Manifest, evidence: object) -> str:
+class Proof(NamedTuple):
+    """What evidence proves."""
+
+    member: Member  # that equivocated
+    words: str
+
+
+def prove(manifest: Manifest, evidence: object) -> Proof:
     """Check the proof that a member equivocated.
 
     Args:
@@ -207,7 +223,7 @@ def verify_evidence(manifest: Manifest, evidence: object) -> str:
         evidence: The content of a file in `evidence/`.
 
     Returns:
-        Which member equivocated and where, in words.
+        Which member equivocated, and where.
 
     Raises:
         ValueError: If the evidence does not prove it.
@@ -223,8 +239,8 @@ def verify_evidence(manifest: Manifest, evidence: object) -> str:
     magic, version, kind, sender, iteration, phase, *_, digest, run, _ = fields
     if fields[:-1] != against[:-1] or fields[-1] == against[-1]:
         raise ValueError("the two messages are no equivocation: they must differ in their content and in nothing else.")
-    if (magic, version, kind) != (MAGIC, VERSION, KINDS.index("vector")):
-        raise ValueError("the two messages are not vectors: a member may send different messages of other kinds.")
+    if (magic, version) != (MAGIC, VERSION) or kind not in map(KINDS.index, SIGNED_ONCE):
+        raise ValueError("the two messages are neither vectors nor states: a member may send several of other kinds.")
     if digest != manifest.digest or run != UUID(manifest.run).bytes or sender >= len(manifest.members):
         raise ValueError("the two messages do not belong to this manifest and run.")
     member = manifest.members[sender]
@@ -233,5 +249,11 @@ def verify_evidence(manifest: Manifest, evidence: object) -> str:
             member.verifier().verify(signature, TAG + head)
         except InvalidSignature:
             raise ValueError(f"{member.name} has not signed both messages: the evidence is forged.") from None
+    if KINDS[kind] == "state":
+        return Proof(member, f"{member.name} signed two different states for the beginning of iteration {iteration}")
     where = "gradients" if phase == 0 else "a barrier" if phase == BARRIER else f"agreement round {phase}"
-    return f"{member.name} signed two different messages for iteration {iteration}, {where}"
+    return Proof(member, f"{member.name} signed two different messages for iteration {iteration}, {where}")
+
+
+def verify_evidence(manifest: Manifest, evidence: object) -> str:
+    return prove(manifest, evidence).words
