@@ -37,7 +37,7 @@ from byzpg.live.links import open_channel
 from byzpg.live.manifest import Manifest
 from byzpg.live.monitor import PAGE, Ask, Board, Monitor, serve
 from byzpg.live.observe import LARGEST_NUMBER, LONGEST_TEXT, MOST_REASONS, Answer, Statuses, parse_status
-from byzpg.live.status import CURVE_POINTS, RECENT_STEPS, State, Status
+from byzpg.live.status import CURVE_POINTS, RECENT_STEPS, Numbers, State, Status
 
 NAMES = ("alice", "bob", "carol", "dave", "erin")
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -390,6 +390,28 @@ def test_other_names_for_this_machine_get_nothing(server: Monitor) -> None:
     assert request(server.url, "GET", "/status.json", Host="127.0.0.1.evil.example:80")[0] == 421
     assert request(server.url, "GET", "/status.json", Host="localhost:8711")[0] == 200
     assert request(server.url, "GET", "/status.json", Host="[::1]:8711")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
+def test_the_metrics_have_the_same_guard(host: str) -> None:
+    numbers, (port,) = Numbers(), free_ports(1)
+    numbers.iteration.set(7)
+    stop = numbers.serve(host, port)
+    asked = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
+    try:
+        for name, code in {
+            "evil.example": 200 if host == "0.0.0.0" else 421,
+            f"127.0.0.1.evil.example:{port}": 200 if host == "0.0.0.0" else 421,
+            f"localhost:{port}": 200,
+            f"{asked}:{port}": 200,
+        }.items():
+            got, _, content = request(f"http://{asked}:{port}", "GET", "/metrics", Host=name)
+            assert (got, b"byzpg_iteration 7.0" in content) == (code, code == 200), name
+        with pytest.raises(ValueError, match=f"cannot serve metrics on {host}:{port}: Address already in use"):
+            Numbers().serve(host, port)
+    finally:
+        stop()
+    numbers.serve(host, port)()  # the port is free again
 
 
 def test_a_port_in_use_or_none_at_all_gives_one_clear_error(server: Monitor, manifest: Manifest) -> None:

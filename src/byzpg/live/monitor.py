@@ -6,11 +6,9 @@ their answers first, and the page shows them as text only.
 
 import asyncio
 import base64
-import ipaddress
 import json
 import re
 import signal
-import socketserver
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,9 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from hashlib import sha256
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import AF_INET, AF_INET6
 from statistics import mode
 from typing import Any, Self
 
@@ -28,6 +24,7 @@ from byzpg import envs
 from byzpg.live.identity import read_key
 from byzpg.live.manifest import Manifest
 from byzpg.live.observe import Answer, Observer, Statuses
+from byzpg.live.serving import Handler, Server
 
 PAGE = Path(__file__).with_name("page.html")
 POLL_SECONDS = 1.0
@@ -175,38 +172,20 @@ def serve(manifest: Manifest, own: int, key: Path, *, host: str, port: int, on_r
                 signal.signal(number, handler)
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(Server):
     def __init__(self, host: str, port: int, board: Board) -> None:
-        self.address_family = AF_INET6 if ":" in host else AF_INET
         self.board, self.page = board, PAGE.read_bytes()
-        try:
-            super().__init__((host, port), _Handler)
-        except (OSError, OverflowError, UnicodeError) as error:
-            words = getattr(error, "strerror", None) or error
-            raise ValueError(
-                f"cannot serve the status page on {host}:{port}: {words}. Choose another host or port."
-            ) from None
+        super().__init__("the status page", host, port, _Handler)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
-        self.local = _is_loopback(str(self.server_address[0]))
         self.policy = _policy(self.page.decode())
 
-    def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's would ask the name service, which can take long
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that closes its connection is not an error."""
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "byzpg", ""
-    timeout = 10.0  # seconds for a request, after which the connection is closed
 
     def do_GET(self) -> None:
-        if self.server.local and not _is_loopback(self._asked_host()):
-            # DNS rebinding: a foreign website can point its name to this machine, and read what browsers get from it.
-            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
-        elif self.path == "/":
+        if self.path == "/":
             self._answer("text/html; charset=utf-8", self.server.page)
         elif self.path == "/status.json":
             content = json.dumps(self.server.board.as_data(), allow_nan=False)
@@ -220,9 +199,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
-
-    def _asked_host(self) -> str:
-        return re.sub(r":\d+$", "", self.headers.get("Host", "")).strip("[]")
 
     def _answer(self, kind: str, content: bytes) -> None:
         self.send_response(HTTPStatus.OK)
@@ -247,16 +223,6 @@ class _Handler(BaseHTTPRequestHandler):
             "Cache-Control": "no-store",
         }.items():
             self.send_header(name, value)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Only the command line prints."""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _policy(page: str) -> str:

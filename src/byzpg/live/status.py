@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 import prometheus_client
+
+from byzpg.live.serving import Handler, Server
 
 State = Literal["starting", "running", "waiting", "stalled", "behind", "finished"]
 # Points of a learning curve, and rounds whose times are remembered.
@@ -118,10 +121,13 @@ class Numbers:
 
     def serve(self, address: str, port: int) -> Callable[[], None]:
         """Serve the metrics over HTTP; call the result to stop."""
-        try:
-            server, thread = prometheus_client.start_http_server(port, address, self.registry)
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"cannot serve metrics on {address}:{port}: {error}.") from None
+
+        class Metrics(Handler, prometheus_client.MetricsHandler):
+            registry = self.registry
+
+        server = Server("metrics", address, port, Metrics)
+        thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
+        thread.start()
 
         def stop() -> None:
             server.shutdown()
