@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from forking import Forked
-from live_federation import NAMES, free_ports
+from live_federation import NAMES, free_ports, until
 
 from byzpg import load
 from byzpg.live.manifest import Manifest
@@ -154,6 +156,28 @@ def test_a_demo_names_the_member_that_failed_and_no_other(tmp_path: Path, monkey
     assert re.search(rf"bob failed \(exit code 2\). Its last line in {output}: .*the joystick is not connected", said)
     assert "the joystick is not connected" in (tmp_path / output).read_text()
     assert "alice failed" not in said
+
+
+def running_in(folder: Path) -> list[int]:
+    """The processes with this current directory."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended, or is another user's
+            if os.readlink(process / "cwd") == str(folder):
+                found.append(int(process.name))
+    return found
+
+
+def test_a_demo_that_is_terminated_leaves_no_member_behind(tmp_path: Path) -> None:
+    with (tmp_path / "said.txt").open("w") as output:
+        demo = Forked("federation", "demo", "--members", "2", stdout=output, folder=tmp_path)
+    until(lambda: demo.poll() is not None or len(running_in(tmp_path)) > 1, "a member has been started")
+    demo.send_signal(signal.SIGTERM)
+    assert demo.wait() == 130, (tmp_path / "said.txt").read_text()
+    left = running_in(tmp_path)
+    for number in left:
+        os.kill(number, signal.SIGKILL)
+    assert not left
 
 
 def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path) -> None:

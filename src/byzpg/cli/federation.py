@@ -189,6 +189,7 @@ class Demo:
 
         names = [member.name for member in manifest.members]
         processes: dict[str, subprocess.Popen[bytes]] = {}
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the members would run on without this process
         try:
             for name in names:
                 processes[name] = self._start(directory, name, attacks=name not in honest)
