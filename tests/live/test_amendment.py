@@ -125,7 +125,7 @@ def test_those_who_stay_keep_their_order(change: dict[str, Any], names: list[str
 )
 def test_what_the_rules_do_not_allow_is_not_proposed(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        amended(OLD, **({"from_iteration": 3} | change))
+        amended(OLD, **{"from_iteration": 3, **change})
 
 
 def test_what_changes_is_said_in_words() -> None:
@@ -205,7 +205,7 @@ def test_a_rotated_key_counts_from_the_next_manifest_on() -> None:
     ],
 )
 def test_a_signature_of_anything_else_is_no_approval(signature: str) -> None:
-    forged = Amendment(PROPOSAL.manifest, COMPLETE.approvals | {"alice": signature})
+    forged = Amendment(PROPOSAL.manifest, {**COMPLETE.approvals, "alice": signature})
     with pytest.raises(ValueError, match="the approval of 'alice' is not"):
         forged.is_complete(OLD)
 
@@ -242,7 +242,7 @@ def test_the_order_of_options_does_not_matter() -> None:
 def test_copies_are_merged_and_what_is_invalid_is_left_out() -> None:
     one, other = approved(PROPOSAL, "alice", "bob"), approved(PROPOSAL, "carol", "bob")
     assert one.merged(other, OLD).approvals.keys() == {"alice", "bob", "carol"}
-    spoiled = Amendment(PROPOSAL.manifest, one.approvals | {"alice": 64 * "00", "mallory": 64 * "00"})
+    spoiled = Amendment(PROPOSAL.manifest, {**one.approvals, "alice": 64 * "00", "mallory": 64 * "00"})
     for first, second in ((spoiled, one), (one, spoiled)):
         assert first.merged(second, OLD) == one
     another = amended(OLD, from_iteration=8, add=[MEMBERS["frank"]], remove=["erin"])
@@ -571,6 +571,7 @@ def test_a_federation_starts_from_a_trained_run(tmp_path: Path, shell: Shell) ->
     manifest = Manifest.load(tmp_path / "new" / "federation.toml")
     trained = read_initial(manifest, tmp_path / "new")
     assert manifest.initial is not None
+    assert trained is not None
     assert f"initial-{manifest.initial[:16]}.npy (every member needs this file" in said
     assert np.array_equal(trained, last[0, 0])
     for options, words in (

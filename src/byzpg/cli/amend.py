@@ -223,10 +223,10 @@ def _show(amendment: "Amendment", old: "Manifest") -> None:
 
 def _proven_guilty(manifest: "Manifest", path: Path) -> str:
     """The name of the member against which an evidence file is proof."""
-    from byzpg.live.wire import verify_evidence
+    from byzpg.live.wire import prove
 
     try:
-        proven = verify_evidence(manifest, json.loads(path.read_text()))
+        proven = prove(manifest, json.loads(path.read_text()))
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     say(f"{path}: proven. {proven.words}.")

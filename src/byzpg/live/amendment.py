@@ -133,7 +133,7 @@ class Amendment:
         signature = private.signing.sign(TAG + self.manifest.digest).hex()
         if not _is_valid(self.manifest, name, signature, old):
             raise ValueError(f"this is not the key of {name} in the manifest that is replaced: use that key.")
-        return replace(self, approvals=self.approvals | {name: signature})
+        return replace(self, approvals={**self.approvals, name: signature})
 
     def merged(self, other: "Amendment", old: Manifest) -> "Amendment":
         """The amendment with the valid approvals of both, which must be of the same manifest."""

@@ -16,10 +16,10 @@ def write_initial(folder: Path, parameters: np.ndarray) -> tuple[str, Path]:
     Returns:
         Its hash for the manifest, and the file, whose name follows from the hash.
     """
-    values = np.ascontiguousarray(parameters, "<f4")
+    values = np.asarray(parameters, "<f4")
     if values.ndim != 1 or not is_sound_on_host(values):
         raise ValueError("the parameters to start from must be finite numbers [d]: choose another run.")
-    digest = sha256(values).hexdigest()
+    digest = sha256(values.tobytes()).hexdigest()
     path = _path(folder, digest)
     write_atomically(path, lambda file: np.save(file, values, allow_pickle=False))
     return digest, path
@@ -37,7 +37,7 @@ def read_initial(manifest: Manifest, folder: Path) -> np.ndarray | None:
         raise ValueError(f"{path}, the parameters to start from, cannot be read: {error}; {advice}") from None
     if not isinstance(values, np.ndarray) or values.dtype != np.float32 or values.ndim != 1:
         raise ValueError(f"{path} must hold one array [d] of float32: {advice}")
-    if sha256(np.ascontiguousarray(values, "<f4")).hexdigest() != manifest.initial:
+    if sha256(values.astype("<f4").tobytes()).hexdigest() != manifest.initial:
         raise ValueError(f"{path} does not have the hash that the manifest names: {advice}")
     return values
 
