@@ -272,7 +272,7 @@ class Containers:
         (folder / "bin" / Path(target).name).symlink_to(DEPLOY.parent / source)
 
     def environment(self, service: str) -> dict[str, str]:
-        values = of_image() | SERVICES[service].get("environment", {})
+        values: dict[str, str] = of_image() | SERVICES[service].get("environment", {})
         for volume, (path, _) in mounts(service).items():
             values = {name: value.replace(path, str(self.folder / volume)) for name, value in values.items()}
         values = {name: self.addresses.get(value, value) for name, value in values.items()}
