@@ -115,6 +115,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
         if attack is not None:
             log("rehearsal", level="warning", attack=str(attack))
             live.outgoing = RehearsedAttack(attack, peer, live.course, live.seal).frame
+            live.protocol.rehearses = True
         stop = None if options.metrics is None else status.numbers.serve(*options.metrics)
         try:
             await live.run()

@@ -235,6 +235,7 @@ class Protocol:
     silent_through: int = -1  # the last step for which a message may have been signed and lost
     forgetful: bool = False  # whether even that is unknown, and only the other members can tell
     masked: set[int] = field(default_factory=set)  # members that provably equivocated: their messages do not count
+    rehearses: bool = False  # whether other messages are sent than those in `sent`, on purpose
 
     step: int = field(default=0, init=False)
     _inbox: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # this step's and the next one's
@@ -242,6 +243,7 @@ class Protocol:
     _positions: list[int] = field(default_factory=list, init=False)  # the latest step heard of each member
     _states: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # by sender and step
     _behind: set[int] = field(default_factory=set, init=False)  # members that need a state
+    _lagging: set[int] = field(default_factory=set, init=False)  # those that asked for an earlier iteration in this one
     _adopting: bool = field(default=False, init=False)
     _gracing: bool = field(default=False, init=False)  # whether the grace period of this step has begun
     _waited: int = field(default=0, init=False)  # for how many retries this step has been short of a quorum
@@ -302,8 +304,9 @@ class Protocol:
             return []  # an adopted state was faster
         message, actions = self.sent.get(step), []
         if message is None and step > 0 and not self._cleared:
+            timer = [] if self._unsigned is not None and self._unsigned[0] == step else [SetTimer("echoes", step)]
             self._unsigned = step, vector
-            return [SetTimer("echoes", step), *self._clear(patient=True)]
+            return [*timer, *self._clear(patient=True)]
         if message is None and self.is_silent:
             return []
         if message is None:
@@ -490,24 +493,34 @@ class Protocol:
             actions += self._enter(first)
         actions += [SendState(other) for other in sorted(self._behind)]
         self._behind.clear()
+        self._lagging.clear()
         if iteration == self.course.num_iterations:
             return actions + self.computed(first, NOTHING)
         return [*actions, Begin(iteration)]
 
     def _asked(self, sender: int, step: int) -> list[Action]:
-        """Answer with the message of a step or, if that is no longer kept, with a state."""
-        if step in self.sent:
-            echo: list[Action] = [] if step else [Send(sender, self.seal_echo(self._latest.get(sender)))]
-            return [Send(sender, self.sent[step]), *echo]
-        no_longer_kept = self.iteration > 0 and step < self.course.first_step(self.iteration - 1)
-        # A state is signed as well, and this member may have signed another one for the same iteration.
-        may_send_state = not self._adopting and self.course.first_step(self.iteration) > self.silent_through
-        if no_longer_kept and may_send_state:
+        """Answer with the message of a step or, if that is no longer kept, with a state.
+
+        A member that asks again for a message of an earlier iteration may lack those of others, who keep it no longer:
+        it gets both. States of two iterations are sent then, because the members ahead may be in either of them.
+        """
+        message = self.sent.get(step)
+        actions: list[Action] = [] if message is None else [Send(sender, message)]
+        if step == 0:
+            return [*actions, Send(sender, self.seal_echo(self._latest.get(sender)))]
+        asked_again = sender in self._behind or sender in self._lagging
+        if step >= self.course.first_step(self.iteration) or self._adopting:
+            return actions
+        if message is None:
             # The state is sent again when the next iteration begins, at the same time as those of the other members.
-            previous = sender in self._behind and self.course.first_step(self.iteration - 1) > self.silent_through
             self._behind.add(sender)
-            return [SendState(sender, previous)]
-        return []
+        self._lagging.add(sender)
+        # A state is signed as well, and this member may have signed another one for the same iteration.
+        may_send = self.course.first_step(self.iteration) > self.silent_through
+        if may_send and (message is None or asked_again):
+            previous = asked_again and self.course.first_step(self.iteration - 1) > self.silent_through
+            actions.append(SendState(sender, previous))
+        return actions
 
     def _offered(self, message: Message) -> list[Action]:
         """Keep a member's state of a later iteration; adopt it once K − f members have sent theirs."""
@@ -573,7 +586,7 @@ class Protocol:
     def _own_seen(self, receipt: Receipt, reported_by: int) -> list[Action]:
         """Compare a receipt of this member's own message with what it knows to have signed."""
         known = self.sent.get(receipt.step)
-        if receipt.step == 0 or (known is not None and known.digest == receipt.digest):
+        if receipt.step == 0 or self.rehearses or (known is not None and known.digest == receipt.digest):
             return []
         kept_since = self.course.first_step(self.iteration - 1) if self.iteration > 0 else 0
         if receipt.sender != self.course.own or receipt.step < kept_since or not self.verify(receipt):
