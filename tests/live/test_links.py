@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ MANIFEST = new_manifest([member for member, _ in IDENTITIES], 1, {}, Times(), re
 
 
 @asynccontextmanager
-async def answering(manifest: Manifest, answer: bytes, **options: Any) -> Any:
+async def answering(manifest: Manifest, answer: bytes, **options: Any) -> AsyncIterator[None]:
     """Bob, who answers this when he is asked for his status."""
 
     async def report(request: bytes, context: Any) -> bytes:

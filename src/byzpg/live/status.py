@@ -122,7 +122,7 @@ class Numbers:
     def serve(self, address: str, port: int) -> Callable[[], None]:
         """Serve the metrics over HTTP; call the result to stop."""
 
-        class Metrics(Handler, prometheus_client.MetricsHandler):
+        class Metrics(Handler, prometheus_client.MetricsHandler):  # pyright: ignore[reportIncompatibleVariableOverride]
             registry = self.registry
 
         server = Server("metrics", address, port, Metrics)
