@@ -200,7 +200,6 @@ class Links:
         listen: Where to accept connections, host:port.
         events: What to call when something happens.
         plan_digest: The hash of what all members must have computed alike; see `Peer.plan_digest`.
-        delay: Seconds to wait before every message, to rehearse a slow member.
     """
 
     def __init__(
@@ -213,13 +212,11 @@ class Links:
         listen: str,
         events: Events,
         plan_digest: str,
-        delay: float = 0.0,
     ) -> None:
         self.manifest, self.own, self.private, self.events, self.listen = manifest, own, private, events, listen
         self._hello = manifest.canonical + b"\n" + plan_digest.encode()
         self._longest_hello = 2 * len(self._hello) + 4096
         self.limit = max(largest, self._longest_hello)
-        self.delay = delay
         self.connected: set[int] = set()
         self.bytes_sent = self.bytes_received = 0
         self._mailboxes = [Mailbox() for _ in manifest.members]
@@ -468,8 +465,6 @@ class Links:
         mailbox = self._mailboxes[other]
         while True:
             frame = await mailbox.get()
-            if self.delay:
-                await asyncio.sleep(self.delay)
             await write(frame)
             self.bytes_sent += len(frame)
 

@@ -15,7 +15,7 @@ from byzpg.federation.metrics import METRICS
 from byzpg.live.identity import read_key
 from byzpg.live.manifest import Manifest
 from byzpg.live.peer import LivePeer
-from byzpg.live.rehearsal import RehearsedAttack, WireFault, parse_attack
+from byzpg.live.rehearsal import Late, RehearsedAttack, WireFault, parse_attack
 from byzpg.live.status import Log, Sink, Status
 from byzpg.live.store import Store
 from byzpg.robust.attacks import Attack
@@ -109,12 +109,13 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             status=status,
             log=log,
             listen=options.listen or member.address,
-            delay=SLOWNESS * manifest.times.grace if attack == "slow" else 0.0,
         )
         live.bring(options.final_states)
         if attack is not None:
             log("rehearsal", level="warning", attack=str(attack))
-            live.outgoing = RehearsedAttack(attack, peer, live.course, live.seal).frame
+            late = Late(SLOWNESS * manifest.times.grace) if attack == "slow" else attack
+            send, step = live.links.send, lambda: live.protocol.step
+            live.outgoing = RehearsedAttack(late, peer, live.course, live.seal, send, step).frame
             live.protocol.rehearses = True
         stop = None if options.metrics is None else status.numbers.serve(*options.metrics)
         try:
@@ -128,7 +129,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
         store.close()
 
 
-def _chosen_attack(manifest: Manifest, options: Options) -> Attack | WireFault | None:
+def _chosen_attack(manifest: Manifest, options: Options) -> Attack | WireFault | Late | None:
     """The attack that this member rehearses, once the manifest is known to allow its options."""
     attack = None if options.attack is None else parse_attack(options.attack)
     for option, chosen in (("attack", options.attack), ("seed", options.seed)):
@@ -138,7 +139,7 @@ def _chosen_attack(manifest: Manifest, options: Options) -> Attack | WireFault |
 
 
 def _new_peer(
-    settings: Settings, own: int, store: Store, *, attack: Attack | WireFault | None, seed: int | None
+    settings: Settings, own: int, store: Store, *, attack: Attack | WireFault | Late | None, seed: int | None
 ) -> ObservedPeer:
     """The agent of this member, which keeps its output in the store."""
     peer = ObservedPeer(

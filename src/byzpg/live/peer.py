@@ -130,7 +130,6 @@ class LivePeer:
         status: Where it records what happens.
         log: Where it logs events.
         listen: Where to accept connections, host:port.
-        delay: Seconds to wait before every message, to rehearse a slow member.
     """
 
     def __init__(
@@ -144,7 +143,6 @@ class LivePeer:
         status: Status,
         log: Log,
         listen: str,
-        delay: float = 0.0,
     ) -> None:
         self.manifest, self.own, self.private, self.store, self.log = manifest, own, private, store, log
         self.computation, self.status = computation, status
@@ -164,7 +162,7 @@ class LivePeer:
         self._brought: dict[int, Message] = {}  # final states from files, by sender
         self._proofs: Counter[int] = Counter()  # by the member that equivocated
         self.protocol = self._new_protocol()
-        self.links = self._new_links(listen, delay)
+        self.links = self._new_links(listen)
         status.connected = self.links.connected
         self._jobs: asyncio.Queue[Callable[[], Callable[[], list[Action]]]] = asyncio.Queue()
         # Combining a few short vectors takes less time than passing them to another thread.
@@ -244,7 +242,7 @@ class LivePeer:
                 self.log("damaged", level="warning", file=str(path), words=f"{error} The file is ignored.")
         return set(self._proofs)
 
-    def _new_links(self, listen: str, delay: float) -> Links:
+    def _new_links(self, listen: str) -> Links:
         events = Events(
             received=self._received,
             linked=self._linked,
@@ -260,7 +258,6 @@ class LivePeer:
             listen=listen,
             events=events,
             plan_digest=self.computation.plan_digest,
-            delay=delay,
         )
 
     def _own_messages(self) -> dict[int, Message]:

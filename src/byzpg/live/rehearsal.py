@@ -1,5 +1,7 @@
-"""Members that attack on purpose, in federations whose manifest allows it: with false messages or broken bytes."""
+"""Members that attack on purpose, in federations whose manifest allows it: with false, broken or late messages."""
 
+import asyncio
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +13,14 @@ from byzpg._registry import members, parse
 from byzpg.federation.members import Peer
 from byzpg.live.protocol import Course, Message
 from byzpg.robust.attacks import Attack, MessageAttack, Silent
-from byzpg.robust.components import plain_name, unknown
+from byzpg.robust.components import Component, plain_name, unknown
 
 # Faults of the connection rather than of the vectors.
 WireFault = Literal["garbage", "oversized", "slow"]
 WIRE_FAULTS: tuple[WireFault, ...] = get_args(WireFault)
 OVERSIZED_BYTES = 2**26
+LATE = re.compile(r"late\((?P<seconds>[0-9.]+)(?:, *(?P<victims>[0-9]+)(?:, *(?P<rounds>[0-9]+))?)?\)", re.IGNORECASE)
+POLL_SECONDS = 0.001
 # Attacks that need not know what the other members will send, which a live member learns only afterwards.
 ALONE = (
     "SignFlip",
@@ -31,8 +35,25 @@ ALONE = (
 )
 
 
-def parse_attack(text: str) -> Attack | WireFault:
-    """Read an attack that one member can carry out by itself.
+@dataclass(frozen=True)
+class Late(Component):
+    """Hold messages back, so that the other members wait for them as long as possible.
+
+    Attributes:
+        seconds: How long.
+        victims: How many members get a round's message late. They change from round to round, and the others get it
+            when the attacker has all messages of the round, so that no two of them wait for one another at a time.
+            0: all members, counted from when the message is ready.
+        rounds: For how many rounds the messages are on time and then late, in turn. 0: they are always late.
+    """
+
+    seconds: float
+    victims: int = 0
+    rounds: int = 0
+
+
+def parse_attack(text: str) -> Attack | WireFault | Late:
+    """Read an attack that one member can carry out by itself; `Late` is written late(seconds, victims, rounds).
 
     Raises:
         ValueError: If there is no such attack, or if it needs to know the messages of others.
@@ -41,9 +62,11 @@ def parse_attack(text: str) -> Attack | WireFault:
     for fault in WIRE_FAULTS:
         if plain_name(text) == fault:
             return fault
+    if late := LATE.fullmatch(text):
+        return Late(float(late["seconds"]), int(late["victims"] or 0), int(late["rounds"] or 0))
     name = text.partition("(")[0]
     known = {plain_name(each): each for each in ALONE}
-    names = [*ALONE, *WIRE_FAULTS]
+    names = [*ALONE, *WIRE_FAULTS, "late(SECONDS)"]
     if plain_name(name) not in known:
         if plain_name(name) in map(plain_name, members("attack")):
             raise ValueError(
@@ -58,12 +81,14 @@ def parse_attack(text: str) -> Attack | WireFault:
 
 @dataclass
 class RehearsedAttack:
-    """Replaces the honest messages of a member by those of an attack."""
+    """Replaces the honest messages of a member by those of an attack, or holds them back."""
 
-    attack: Attack | WireFault
+    attack: Attack | WireFault | Late
     peer: Peer
     course: Course
     seal: Callable[[int, np.ndarray, tuple], Message]
+    send: Callable[[int, Message], None]
+    current_step: Callable[[], int]
     _step: int = -1
     _false: list[Message | None] | None = None  # the messages of this step, by receiver
 
@@ -75,6 +100,9 @@ class RehearsedAttack:
             return secrets.token_bytes(len(message.frame))
         if self.attack == "oversized":
             return bytes(OVERSIZED_BYTES)
+        if isinstance(self.attack, Late):
+            self._hold(to, message, self.attack)
+            return None
         if not isinstance(self.attack, MessageAttack):
             return message.frame
         if self._step != message.step:
@@ -82,6 +110,15 @@ class RehearsedAttack:
         assert self._false is not None
         false = self._false[to]
         return None if false is None else false.frame
+
+    def _hold(self, to: int, message: Message, late: Late) -> None:
+        loop, step = asyncio.get_running_loop(), message.step
+        if late.victims and self.current_step() <= step:
+            loop.call_later(POLL_SECONDS, self._hold, to, message, late)
+            return
+        is_victim = not late.victims or (self.course.others.index(to) + step) % len(self.course.others) < late.victims
+        is_on_time = not is_victim or (late.rounds and step // late.rounds % 2 == 0)
+        loop.call_later(0 if is_on_time else late.seconds, self.send, to, message)
 
     def _false_messages(self, attack: MessageAttack, message: Message) -> list[Message | None]:
         iteration, phase = self.course.iteration(message.step), self.course.phase(message.step)
