@@ -27,9 +27,12 @@ COLOURS = {"warning": "yellow", "error": "bold red", "info": "default"}
 class Peer:
     """Take part in a federation as one of its members, until training ends.
 
-    After a crash, the same command continues.
+    After a crash, the same command continues. A member that comes after the others have finished takes over their final
+    states: from them, if they are started again, or from their files.
 
     Example: byzpg peer federation.toml --name alice
+
+    Example: byzpg peer federation.toml --name alice --final-states bob.state carol.state dave.state
     """
 
     manifest: tyro.conf.Positional[Path]
@@ -48,6 +51,9 @@ class Peer:
     """Address on which to serve metrics."""
     log: Literal["text", "json"] = "text"
     """Format of the printed events. The file log.jsonl in the directory has them in either case."""
+    final_states: tuple[Path, ...] = ()
+    """Files final.state from the directories of members that have finished, of at least 2f + 1 members. Default: the
+    states come over the network."""
     attack: str | None = None
     """Attack of this member, in rehearsals only: SignFlip, LargeNoise, Zero, NonFinite, Silent, Equivocate,
     RandomAction, RewardFlip, RandomReward, garbage, oversized or slow. Default: the member is honest."""
@@ -81,6 +87,7 @@ class Peer:
             attack=self.attack,
             seed=self.seed,
             metrics=None if self.metrics_port is None else (self.metrics_host, self.metrics_port),
+            final_states=self.final_states,
         )
 
     async def _take_part(self, membership: Membership, options: "Options") -> "RunDirectory":

@@ -1,6 +1,7 @@
 """byzpg watch."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ async def watch(membership: Membership, *, once: bool = False, processes: Sequen
 
     manifest, own = membership.manifest, membership.index
     observer = Observer(manifest, own, read_key(membership.key, manifest.members[own]))
-    last_line = -1
+    last_line, last_alarm = -1, None
     try:
         with Live(console=console, transient=True, auto_refresh=False) as live:
             while True:
@@ -67,6 +68,9 @@ async def watch(membership: Membership, *, once: bool = False, processes: Sequen
                 if not console.is_terminal and done >= 0 and done // 10 != last_line // 10:
                     last_line = done
                     say(f"iteration {done} of {heard[0]['num_iterations']}: return {_last_return(statuses)}")
+                if not (once or console.is_terminal) and (words := alarm(manifest, statuses)) != last_alarm:
+                    last_alarm = words
+                    say(words or "The federation tolerates the faults of its members again.")
                 if once or _is_over(heard, processes):
                     break
                 await asyncio.sleep(SECONDS)
@@ -93,7 +97,11 @@ def members_table(manifest: "Manifest", statuses: "Statuses") -> Table:
 
     Numbers that several members report are medians, which a single attacker cannot move.
     """
-    table = Table(title=f"federation {manifest.federation[:8]}, run {manifest.run[:8]}")
+    table = Table(
+        title=f"federation {manifest.federation[:8]}, run {manifest.run[:8]}",
+        caption=alarm(manifest, statuses),
+        caption_style="bold red",
+    )
     for column in ("member", "state", "iteration", "return", "round", "missed", "weight", "equivocated", "rejected"):
         table.add_column(column, justify="left" if column in ("member", "state") else "right")
     for member in manifest.members:
@@ -103,6 +111,16 @@ def members_table(manifest: "Manifest", statuses: "Statuses") -> Table:
         else:
             table.add_row(*_own_report(member.name, status), *seen)
     return table
+
+
+def alarm(manifest: "Manifest", statuses: "Statuses") -> str | None:
+    """One line if more members are faulty than the federation tolerates, by what more than f members report."""
+    tolerated = manifest.num_byzantine
+    reports = Counter(name for status in statuses.values() if status is not None for name in status["faults"])
+    faulty = [member.name for member in manifest.members if reports[member.name] > tolerated]
+    if len(faulty) <= tolerated:
+        return None
+    return f"Too many faults: {', '.join(faulty)} are missing or have equivocated, and only {tolerated} may."
 
 
 def _seen_by_others(name: str, statuses: "Statuses") -> tuple[str, str, str, str]:

@@ -85,11 +85,10 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
     member, settings = manifest.members[own], manifest.settings()
     private = read_key(options.key, member)
     attack = _chosen_attack(manifest, options)
-    store = Store(options.directory, manifest, member)
+    log = Log(options.directory / "log.jsonl", name, sink)
+    store = Store(options.directory, manifest, member, partial(_report_full_disk, log))
     try:
         peer = _new_peer(settings, own, store, attack=attack, seed=options.seed)
-        log = Log(options.directory / "log.jsonl", name, sink)
-        store.on_full_disk = partial(_report_full_disk, log)
         status = Status(
             names=tuple(each.name for each in manifest.members),
             own=own,
@@ -99,7 +98,8 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             task=settings.env,
             num_byzantine=manifest.num_byzantine,
         )
-        status.curve.extend((record["trajectories"], record["return_mean"]) for record in store.read_progress())
+        kept = (tuple(map(record.get, ("trajectories", "return_mean"))) for record in store.read_progress())
+        status.curve.extend(point for point in kept if None not in point)
         live = LivePeer(
             manifest=manifest,
             own=own,
@@ -110,6 +110,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             log=log,
             listen=options.listen or member.address,
         )
+        peer.on_output = live.keep_output
         live.bring(options.final_states)
         if attack is not None:
             log("rehearsal", level="warning", attack=str(attack))
@@ -141,8 +142,7 @@ def _chosen_attack(manifest: Manifest, options: Options) -> Attack | WireFault |
 def _new_peer(
     settings: Settings, own: int, store: Store, *, attack: Attack | WireFault | Late | None, seed: int | None
 ) -> ObservedPeer:
-    """The agent of this member, which keeps its output in the store."""
-    peer = ObservedPeer(
+    return ObservedPeer(
         settings.federation(),
         settings.schedule(),
         own,
@@ -150,8 +150,6 @@ def _new_peer(
         attack=attack if isinstance(attack, Attack) else None,
         as_simulated=seed is not None,
     )
-    peer.on_output = store.keep_output
-    return peer
 
 
 def _report_full_disk(log: Log, path: Path, over: bool) -> None:

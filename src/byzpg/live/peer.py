@@ -286,6 +286,9 @@ class LivePeer:
                 raise ValueError(f"{path} cannot be used as a final state: {words}.") from None
             if (state.kind, state.step) != ("state", self.course.last):
                 raise ValueError(f"{path} is a message of {self._name(state.sender)}, but not its final state.")
+            if state.sender in self._brought or state.sender in self.protocol.masked:
+                words = "equivocated" if state.sender in self.protocol.masked else "is the sender of another file"
+                raise ValueError(f"{path} cannot be used as a final state: {self._name(state.sender)} {words}.")
             self._brought[state.sender] = state
         needed = self.course.state_quorum
         if paths and len(self._brought) < needed:
@@ -623,9 +626,13 @@ class LivePeer:
         try:
             return write()
         except OSError as error:
-            words = f"{error.strerror}; this member continues without it"
+            words = f"{error.strerror or error}; this member continues without it"
             self.log.seldom("not written", what, level="error", file=str(self.store.path / what), words=words)
             return None
+
+    def keep_output(self, parameters: np.ndarray) -> None:
+        """Keep θ_T̂, if that is possible."""
+        self._tolerate("output.npy", lambda: self.store.keep_output(parameters))
 
     def _report(self) -> bytes:
         now = asyncio.get_running_loop().time()

@@ -10,7 +10,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +27,25 @@ Result = TypeVar("Result")
 OnFullDisk = Callable[[Path, bool], None]
 
 
+def patiently(path: Path, write: Callable[[], Result], on_full_disk: OnFullDisk) -> Result:
+    """Write a file, and while the disk is full, wait for space."""
+    waited = False
+    while True:
+        try:
+            result = write()
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from None
+            if not waited:
+                on_full_disk(path, False)
+            waited = True
+            time.sleep(FULL_DISK_SECONDS)
+        else:
+            if waited:
+                on_full_disk(path, True)
+            return result
+
+
 class Records:
     """Contents by number, of which the last `num_slots` are kept.
 
@@ -39,7 +58,7 @@ class Records:
 
     def __init__(self, path: Path, num_slots: int, largest: int, on_full_disk: OnFullDisk) -> None:
         self.path, self.num_slots, self._slot_bytes = path, num_slots, HEAD.size + largest
-        self._on_full_disk = on_full_disk
+        self._patiently = partial(patiently, path, on_full_disk=on_full_disk)
         self.damaged: frozenset[int] = frozenset()  # the slots that failed their checksums when they were last read
         self._handle = self._patiently(lambda: os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         size = num_slots * self._slot_bytes
@@ -96,24 +115,6 @@ class Records:
                 damaged.add(slot)
         self.damaged = frozenset(damaged)
         return found
-
-    def _patiently(self, write: Callable[[], Result]) -> Result:
-        """Write, and while the disk is full, wait for space."""
-        waited = False
-        while True:
-            try:
-                result = write()
-            except OSError as error:
-                if error.errno not in FULL_DISK:
-                    raise OSError(error.errno, f"{self.path} cannot be written: {error.strerror}") from None
-                if not waited:
-                    self._on_full_disk(self.path, False)
-                waited = True
-                time.sleep(FULL_DISK_SECONDS)
-            else:
-                if waited:
-                    self._on_full_disk(self.path, True)
-                return result
 
 
 def _checksum(number: int, *parts: bytes | memoryview) -> int:

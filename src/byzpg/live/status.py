@@ -8,6 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -38,9 +40,14 @@ class Log:
 
     def __init__(self, path: Path, name: str, sink: Sink | None) -> None:
         self._path, self._name, self._sink = path, name, sink
-        self._file = path.open("ab", buffering=0)
-        os.ftruncate(self._file.fileno(), path.read_bytes().rfind(b"\n") + 1)  # a crash may have cut off the last line
         self._last: dict[tuple[Any, ...], float] = {}
+
+    @cached_property
+    def _file(self) -> FileIO:
+        """Opened with the first event: before that, it may not be known whether the directory is this member's."""
+        file = self._path.open("ab", buffering=0)
+        os.ftruncate(file.fileno(), self._path.read_bytes().rfind(b"\n") + 1)  # a crash may have cut off the last line
+        return file
 
     def __call__(self, event: str, level: str = "info", **fields: Any) -> None:
         line = {"time": round(time.time(), 3), "level": level, "member": self._name, "event": event, **fields}

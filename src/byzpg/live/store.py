@@ -16,6 +16,7 @@ prevents that. It is on the disk before the member signs anything up to it, so t
 flushed one by one: what a power cut takes away lies at or below the mark, and there the member stays silent.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -34,7 +35,7 @@ from byzpg._files import flush_directory, write_atomically
 from byzpg.live.identity import Member
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Evidence
-from byzpg.live.records import OnFullDisk, Records
+from byzpg.live.records import OnFullDisk, Records, patiently
 
 
 def forgotten_through(
@@ -92,13 +93,20 @@ def _boot() -> bytes:
 class Store:
     """The directory of one member.
 
+    Args:
+        path: The directory; it is created if there is none.
+        manifest: The federation.
+        member: The member.
+        on_full_disk: Called while a write waits for space on the disk.
+
     Raises:
         ValueError: If the directory belongs to another member or manifest, or is in use.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, member: Member) -> None:
-        self.path = path
-        self.on_full_disk: OnFullDisk = lambda path, over: None
+    def __init__(
+        self, path: Path, manifest: Manifest, member: Member, on_full_disk: OnFullDisk = lambda path, over: None
+    ) -> None:
+        self.path, self._on_full_disk = path, on_full_disk
         path.mkdir(parents=True, exist_ok=True)
         owner = {"member": member.name, "manifest": manifest.digest.hex(), "run": manifest.run}
         existing = path / "owner.json"
@@ -110,7 +118,7 @@ class Store:
                 raise ValueError(f"{existing} is broken: choose another directory.") from None
             if found != owner:
                 raise ValueError(f"{path} belongs to {whose}, or to another manifest: choose another directory.")
-        elif any(each.name != "lock" and not each.name.startswith(".owner.json.") for each in path.iterdir()):
+        elif any(not each.name.startswith(("lock", "log.jsonl", ".owner.json.")) for each in path.iterdir()):
             raise ValueError(f"{path} is neither empty nor the directory of a member: choose another directory.")
         # Two processes of one member would equivocate.
         self._lock = (path / "lock").open("w")
@@ -119,13 +127,13 @@ class Store:
         except OSError:
             self._lock.close()
             raise ValueError(f"{path} is in use: member {member.name} is already running.") from None
-        text = json.dumps(owner, indent=2) + "\n"
-        write_atomically(existing, lambda file: file.write(text.encode()))
+        if not existing.is_file():
+            text = (json.dumps(owner, indent=2) + "\n").encode()
+            patiently(existing, lambda: write_atomically(existing, lambda file: file.write(text)), on_full_disk)
         self._open: list[Records] = []
-        self._progress = (path / "progress.jsonl").open("ab+")
-        if self._progress.tell():
-            self._progress.seek(-1, os.SEEK_END)
-            if self._progress.read() != b"\n":  # a crash cut off the last line; the next one must not be lost with it
+        self._progress = (path / "progress.jsonl").open("ab", buffering=0)
+        if (path / "progress.jsonl").read_bytes()[-1:] not in (b"", b"\n"):
+            with suppress(OSError):  # a crash cut off the last line; the next one must not be lost with it
                 self._progress.write(b"\n")
 
     def close(self) -> None:
@@ -138,21 +146,24 @@ class Store:
         """The key of the member's random numbers [2], drawn once."""
         path = self.path / "random.key"
         if not path.is_file():
-            temporary = path.with_suffix(".new")
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(secrets.token_hex(8))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            flush_directory(self.path)
+            patiently(path, lambda: self._write_secret(path, secrets.token_hex(8)), self._on_full_disk)
         try:
             return np.frombuffer(bytes.fromhex(path.read_text()), "<u4", 2)
         except ValueError:
             raise ValueError(f"{path} is broken: it must hold 16 digits of 0-9 and a-f.") from None
 
+    def _write_secret(self, path: Path, text: str) -> None:
+        temporary = path.with_suffix(".new")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        flush_directory(self.path)
+
     def records(self, name: str, num_slots: int, largest: int) -> Records:
         """Open a file of records in this directory, until the store is closed."""
-        opened = Records(self.path / name, num_slots, largest, lambda *event: self.on_full_disk(*event))
+        opened = Records(self.path / name, num_slots, largest, self._on_full_disk)
         self._open.append(opened)
         return opened
 
@@ -203,9 +214,11 @@ class Store:
         return np.load(path, allow_pickle=False) if path.is_file() else None
 
     def append_progress(self, values: dict[str, Any]) -> None:
-        """Write a line about an iteration."""
-        self._progress.write(json.dumps(values).encode() + b"\n")
-        self._progress.flush()
+        """Write a line about an iteration, whole or not at all."""
+        line, start = json.dumps(values).encode() + b"\n", self._progress.seek(0, os.SEEK_END)
+        if os.write(self._progress.fileno(), line) < len(line):
+            os.ftruncate(self._progress.fileno(), start)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def read_progress(self) -> list[dict[str, Any]]:
         """One dictionary per iteration; if an iteration was done twice, the last one written."""
