@@ -200,6 +200,7 @@ class Member:
         self.effort = 3.0 if own == world.slow else 0.5  # how long it computes
         self.disk = Disk(2 * self.course.per_iteration + 2)
         self.backup: Disk | None = None  # an old copy of it
+        self.brought: set[int] = set()  # lives in which it was given the others' final states
         # Memory, which is lost in a crash
         self.up = self.finished = self.recovering = False
         self.fuse: int | None = None  # how many more actions until a crash
@@ -217,6 +218,7 @@ class Member:
         self.firsts: dict[tuple[int, int], Message] = {}  # the first message in time, by step and sender
         self.sealed: set[int] = set()  # steps whose message was made since the last start
         self.accusations: set[tuple[int, int]] = set()
+        self.masked_before = set(disk.masked)  # when this step began
         self.protocol = self.world.protocol(
             course=self.course,
             seal=self.seal,
@@ -243,6 +245,9 @@ class Member:
     def seal_echo(self, receipt: Receipt | None) -> Message:
         receipts = () if receipt is None else (receipt,)
         return Message("echo", self.own, 0 if receipt is None else receipt.step, NOTHING, receipts, b"", b"")
+
+    def linked(self, other: int) -> None:
+        self.do(self.protocol.linked(other, echoes=self.world.echoes))
 
     def start(self) -> None:
         self.do(self.protocol.start())
@@ -321,6 +326,8 @@ class Member:
         self.up = False
 
     def send(self, to: int, message: Message) -> None:
+        if message.kind == "echo" and not self.world.echoes:
+            return
         if message.kind == "vector":
             self.world.check_sent(self, message)
         self.world.post(to, message)
@@ -381,11 +388,13 @@ class Member:
     def reserve(self, iteration: int) -> None:
         """As `LivePeer._reserve`: what is signed from now on may be lost in a power cut, but not this mark."""
         if self.protocol.may_reserve(iteration):
-            self.disk.reserve(self.course.last_step(iteration + self.world.stride))
+            ahead = int(self.world.stride * self.world.random())
+            self.disk.reserve(self.course.last_step(iteration + ahead))
         self.burn()
 
     def begin(self, iteration: int) -> list[Action]:
-        gradient = self.target * (1 + iteration) - self.state
+        # What it computes again after a restart is different, as if its random numbers were lost as well.
+        gradient = self.target * (1 + iteration) - self.state + 1e-3 * self.life
         self.reserve(iteration)
         return self.protocol.computed(self.course.first_step(iteration), to_vector(gradient))
 
@@ -429,6 +438,9 @@ class Member:
             world.violated(f"{self.own} ended step {step} without its own")
         if any(message is not None and message.sender != k for k, message in enumerate(action.messages)):
             world.violated(f"{self.own} counted a message in another's place")
+        if self.masked_before & {message.sender for message in present} and not self.course.is_barrier(step):
+            world.violated(f"{self.own} counts a message in step {step} of one that it has proven to equivocate")
+        self.masked_before = set(self.disk.masked)
         theirs = {receipt.sender: receipt.digest for receipt in own.receipts}
         for message in present:
             if message is own:
@@ -574,15 +586,18 @@ class World:
         shape = random.random()
         self.num_members, self.num_byzantine = (5, 1) if shape < 0.85 else (4, 0) if shape < 0.97 else (9, 2)
         self.rounds = 1 if random.random() < 0.7 else 2
-        self.num_iterations = 3 if random.random() < 0.25 else 2
+        # In some worlds disks fail again and again, and in some of these the others are too old to send echoes.
+        self.bad_disks = random.random() < 0.25
+        self.echoes = not self.bad_disks or random.random() < 0.6
+        self.num_iterations = 5 if self.bad_disks else 3 if random.random() < 0.25 else 2
         self.plane = random.random() < 0.5
-        self.loss = random.choice((0.0, 0.0, 0.05, 0.3))
+        self.loss = 0.0 if self.bad_disks else random.choice((0.0, 0.0, 0.05, 0.3))
         self.twice = random.choice((0.0, 0.0, 0.1))
         self.pace = random.choice((0.2, 0.7, 2.0))
         self.slow = random.randrange(self.num_members) if random.random() < 0.3 else None
         # Beyond f: for a while more members are faulty than the protocol tolerates.
         self.beyond = random.random() < 0.2
-        self.stride = random.choice((0, 0, 1))  # how many iterations ahead members reserve
+        self.stride = random.choice((0, 1, 3))  # how many iterations ahead members reserve, at most
         self.must_end = True
         attackers = random.randint(min(1, self.num_byzantine), self.num_byzantine) if random.random() < 0.5 else 0
         self.attackers = set(random.sample(range(self.num_members), attackers))
@@ -603,6 +618,8 @@ class World:
         self.members = [Attacker(self, k) if k in self.attackers else Member(self, k) for k in range(self.num_members)]
         self.honest = [member for member in self.members if not member.attacker]
         self.waiting = len(self.honest)
+        for one, other in combinations(range(self.num_members), 2):
+            self.after(self.drawn(1.0), self.link, one, other)
         self.linger = LONG_LINGER
         if self.beyond:
             begin = random.uniform(0, LAST_FAULT)
@@ -610,9 +627,12 @@ class World:
             for _ in range(random.randrange(1, self.num_members + 1)):
                 self.after(random.uniform(begin, self.healing), self.fault, 0)
             self.after(self.healing, self.heal_all)
+        elif self.bad_disks and not self.attackers and self.num_byzantine == 1 and random.random() < 0.4:
+            self.healing = PATIENCE
+            self.after(random.uniform(1, 10), self.trouble_twice, *random.sample(self.honest, 2))
         else:
             self.healing = PATIENCE
-            num_faults = random.randrange(5) if len(self.attackers) < self.num_byzantine else 0
+            num_faults = random.randrange(8 if self.bad_disks else 5) if len(self.attackers) < self.num_byzantine else 0
             for _ in range(num_faults):
                 self.after(random.uniform(0, LAST_FAULT), self.fault, 3)
             self.linger = LONG_LINGER if num_faults else LINGER
@@ -676,7 +696,7 @@ class World:
         for own, to in ((one, other), (other, one)):
             member = self.members[own]
             if member.up and self.members[to].up and (own, to) not in self.blocked and not member.finished:
-                member.guarded(member.life, lambda member=member, to=to: member.do(member.protocol.linked(to)))
+                member.guarded(member.life, member.linked, to)
 
     def verify(self, receipt: Receipt) -> bool:
         return receipt.signature == self.secrets[receipt.sender].sign("vector", receipt.step, receipt.digest)
@@ -713,10 +733,12 @@ class World:
         if self.random() < 0.6:
             self.counts["crashes"] += 1
             member.fuse = self.rng.randrange(20)
-            worse = self.rng.choice(DISK_FAULTS) if self.random() < 0.5 else None
+            worse = self.rng.choice(DISK_FAULTS) if self.random() < (0.9 if self.bad_disks else 0.3) else None
             self.note("fault", member.own, "crashes after", member.fuse, worse or "")
-            if self.random() < 0.1:  # it returns after the others have finished and left
+            if self.random() < 0.05:  # it returns after the others have finished and left
                 seconds = 0.4 * PATIENCE
+            elif worse is not None:  # it returns while the others still have what it has lost
+                seconds = self.drawn(3.0)
             self.after(seconds, self.restart, member, worse)
             return
         self.counts["partitions"] += 1
@@ -728,6 +750,20 @@ class World:
             self.blocked |= {(member.own, other), (other, member.own)}
         self.after(seconds, self.reconnect, member, chosen)
 
+    def trouble_twice(self, one: Member, other: Member) -> None:
+        """A member falls far behind, and when it returns, another one has lost what it signed."""
+        if one.up and one.life == 1:
+            one.fuse = 0
+            self.counts["crashes"] += 1
+        ahead = max(member.protocol.iteration for member in self.honest)
+        if ahead < 3:
+            self.after(1.0, self.trouble_twice, one, other)
+            return
+        self.note("fault", one.own, "returns, and", other.own, "crashes")
+        other.fuse = self.rng.randrange(8)
+        self.restart(one)
+        self.after(self.drawn(3.0), self.restart, other, self.rng.choice(("power cut", "rot")))
+
     def restart(self, member: Member, worse: str | None = None) -> None:
         if member.fuse is not None:  # it did too little to crash by itself
             member.guarded(member.life, member.crash)
@@ -737,6 +773,9 @@ class World:
             self.spoil(member, worse)
         self.note("start", member.own)
         member.awake()
+        if worse is not None and self.random() < 0.5:  # a second crash soon after
+            member.fuse = self.rng.randrange(8)
+            self.after(self.drawn(5.0), self.restart, member)
         for other in range(self.num_members):
             if other != member.own:
                 self.after(self.drawn(1.0), self.link, member.own, other)
@@ -746,7 +785,9 @@ class World:
         """Let something happen to a disk while its member is down."""
         # That an old copy is in use shows only in what the others say, so their echoes must arrive.
         others = [each for each in self.honest if each is not member]
-        told = not self.loss and not self.beyond and not self.cut_off and all(each.up for each in others)
+        told = (
+            self.echoes and not self.loss and not self.beyond and not self.cut_off and all(each.up for each in others)
+        )
         if how in ("restored", "lost") and not told:
             return
         self.counts[how] += 1
@@ -792,13 +833,17 @@ class World:
             self.after(2 * LONG_LINGER, self.bring_files)
 
     def bring_files(self) -> None:
-        """To a member that is still there when all others have left, their operators bring their final states."""
-        late = [member for member in self.honest if not member.finished]
-        if len(late) == 1 and late[0].up:
-            self.counts["late"] += 1
-            for other in self.honest:
-                if other.finished and other.disk.newest is not None:
-                    self.after(self.drawn(1.0), self.deliver, late[0].own, other.sealed_state(other.disk.newest))
+        """To members that are still there when others have left, the operators bring these others' final states."""
+        finished = [member for member in self.honest if member.finished]
+        if len(finished) <= 2 * self.num_byzantine or any(member.up for member in finished):
+            return
+        for late in self.honest:
+            if late.up and not late.finished and late.life not in late.brought:
+                late.brought.add(late.life)
+                self.counts["late"] += 1
+                for other in finished:
+                    assert other.disk.newest is not None
+                    self.after(self.drawn(1.0), self.deliver, late.own, other.sealed_state(other.disk.newest))
 
     # Promises
 

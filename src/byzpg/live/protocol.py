@@ -213,6 +213,8 @@ Verify = Callable[[Receipt], bool]
 NOTHING = np.zeros(0, np.float32)
 # How many retries without a quorum make a member raise an alarm.
 ALARM_AFTER = 10
+# How many grace periods a member waits at the final barrier for a quorum; those that come later find its final state.
+MOST_LINGERS = 3
 # After how many rounds without its message a member is no longer awaited.
 ABSENT_AFTER = 3
 
@@ -243,6 +245,7 @@ class Protocol:
     _positions: list[int] = field(default_factory=list, init=False)  # the latest step heard of each member
     _states: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # by sender and step
     _behind: set[int] = field(default_factory=set, init=False)  # members that need a state
+    _lingers: int = field(default=0, init=False)  # grace periods at the final barrier without a quorum
     _lagging: set[int] = field(default_factory=set, init=False)  # those that asked for an earlier iteration in this one
     _adopting: bool = field(default=False, init=False)
     _gracing: bool = field(default=False, init=False)  # whether the grace period of this step has begun
@@ -448,7 +451,9 @@ class Protocol:
         if not self._ready(inbox):
             if self.step < self.course.last:
                 return []
-            if len(self._heard | inbox.keys()) >= self.course.quorum and not self.is_silent:  # may still be a quorum
+            may_be_quorum = len(self._heard | inbox.keys()) >= self.course.quorum and not self.is_silent
+            if may_be_quorum and self._lingers < MOST_LINGERS:
+                self._lingers += 1
                 self._heard.clear()
                 return [SetTimer("grace", self.step)]
         return self._calm() + self._end_step()
