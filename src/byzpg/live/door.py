@@ -68,7 +68,7 @@ class Door:
         _, _, rest = unquote(peer).partition(":")
         address, _, port = rest.rpartition(":")
         with suppress(ValueError):
-            self._members.add((address.strip("[]"), int(port)))
+            self._members.add((_plain(address.strip("[]")), int(port)))
 
     async def keep(self) -> None:
         """Look after the door until the task is cancelled."""
@@ -102,12 +102,21 @@ def _incoming(port: int) -> Iterator[tuple[Peer, int]]:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
-                    address, peer_port = copy.getpeername()[:2]
-                    yield (address, peer_port), int(name)
+                    yield _peer(copy), int(name)
+
+
+def _peer(connection: socket.socket) -> Peer:
+    address, port = connection.getpeername()[:2]
+    return _plain(address), port
+
+
+def _plain(address: str) -> str:
+    """An address as gRPC writes it, which shows IPv4 addresses of IPv6 sockets without their prefix."""
+    return address.removeprefix("::ffff:")
 
 
 def _shut_down(descriptor: int, peer: Peer) -> None:
     """End a connection whose descriptor belongs to gRPC, which then closes it."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
-        if copy.getpeername()[:2] == peer:  # the number may belong to another connection by now
+        if _peer(copy) == peer:  # the number may belong to another connection by now
             copy.shutdown(socket.SHUT_RDWR)
