@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -19,6 +20,7 @@ from uuid import UUID
 
 import numpy as np
 
+from byzpg.live.amendment import Amendment, check_chain
 from byzpg.live.identity import PrivateIdentity
 from byzpg.live.links import ECHO_VERSION, Events, Links, Received
 from byzpg.live.manifest import Manifest
@@ -55,6 +57,7 @@ EVIDENCE_PER_MEMBER = 20
 # The mark moves ahead by the iterations of this many seconds, and by at most this many, so that it is seldom flushed.
 RESERVED_SECONDS, MOST_RESERVED = 1.0, 64
 FLUSH_SECONDS = 3.0
+AMENDMENT_SECONDS = 0.5  # between two looks for an amendment
 REPORT_SECONDS = 0.4  # the shortest time between two status reports
 SMALL = 2**18  # numbers that are combined in the event loop; see `_is_small`
 
@@ -130,6 +133,7 @@ class LivePeer:
         status: Where it records what happens.
         log: Where it logs events.
         listen: Where to accept connections, host:port.
+        history: The manifests that this one has replaced, if the members have changed, in order.
     """
 
     def __init__(
@@ -143,22 +147,21 @@ class LivePeer:
         status: Status,
         log: Log,
         listen: str,
+        history: Sequence[Manifest] = (),
     ) -> None:
         self.manifest, self.own, self.private, self.store, self.log = manifest, own, private, store, log
         self.computation, self.status = computation, status
         self.course = manifest.course(own, num_iterations=computation.num_iterations, rounds=computation.rounds)
         self.codec = self._new_codec()
         self.outgoing: Outgoing | None = None
+        self.history = history
         kept_messages = 2 * self.course.per_iteration + 2  # of this iteration, the one before, and both barriers
-        self._outbox = store.records("outbox.bin", kept_messages, self.codec.largest)
+        self._outbox = store.records(f"outbox{manifest.suffix}.bin", kept_messages, self.codec.largest)
         self._checkpoints = store.records("checkpoints.bin", 2, 8 + 4 * computation.state_dimension)
-        found = self._checkpoints.read()
-        self._num_checkpoints = max(found, default=-1) + 1  # a new checkpoint never overwrites the newest one
-        checkpoints = [Checkpoint.of(found[number]) for number in sorted(found)]
-        self._checkpoint = checkpoints[-1] if checkpoints else None
-        self._previous = checkpoints[-2] if len(checkpoints) > 1 else None
+        self._read_checkpoints()
         if self._checkpoint is not None:
             computation.restore(self._checkpoint.iteration, self._checkpoint.snapshot)
+        self.successor: Amendment | None = None  # what replaces the manifest
         self._brought: dict[int, Message] = {}  # final states from files, by sender
         self._proofs: Counter[int] = Counter()  # by the member that equivocated
         self.protocol = self._new_protocol()
@@ -174,10 +177,23 @@ class LivePeer:
         self._states: dict[int, Message] = {}  # signed states of this iteration and the one before, by iteration
         for equivocator in self.protocol.masked:
             self.links.restrain(equivocator)
-        self._patience = Patience(manifest.times.grace)
+        self._patience = Patience(manifest.times.grace, self.course.num_members, self.course.num_byzantine)
         self._disk = ThreadPoolExecutor(1, "disk")
         self._reserved = self.protocol.iteration, time.monotonic()  # when the mark was last moved
         self._faults: frozenset[int] = frozenset()
+
+    def _read_checkpoints(self) -> None:
+        found = self._checkpoints.read()
+        self._num_checkpoints = max(found, default=-1) + 1  # a new checkpoint never overwrites the newest one
+        checkpoints = [Checkpoint.of(found[number]) for number in sorted(found)]
+        agreed = [each for each in checkpoints if each.iteration == self.manifest.from_iteration]
+        if self.manifest.from_iteration and agreed and not self._outbox.read():
+            # This member has not begun with the new manifest. It forgets what it has done beyond the agreed iteration.
+            checkpoints = [agreed[-1]]
+        self._checkpoint = checkpoints[-1] if checkpoints else None
+        previous = checkpoints[-2] if len(checkpoints) > 1 else None
+        follows = previous is not None and previous.iteration + 1 == checkpoints[-1].iteration
+        self._previous = previous if follows else None
 
     def _new_codec(self) -> Codec:
         return Codec(
@@ -193,7 +209,8 @@ class LivePeer:
         """The protocol at the newest checkpoint, or at the start barrier if there is none."""
         sent = self._own_messages()
         started = self._checkpoint is not None or bool(self._checkpoints.damaged)
-        self._mark = self.store.mark(expected=started or bool(sent) or bool(self._outbox.damaged))
+        has_signed = bool(sent) or bool(self._outbox.damaged) or (started and not self.history)
+        self._mark = self.store.mark(f"mark{self.manifest.suffix}.bin", expected=has_signed)
         silent_through = forgotten_through(
             self._mark.step,
             same_boot=self._mark.same_boot,
@@ -225,21 +242,30 @@ class LivePeer:
         ]
         if self._mark.lost:
             words = "the mark of what this member has signed is missing or damaged, or the directory was restored"
-            damages.append((self.store.path / "mark.bin", words))
+            damages.append((self._mark.path, words))
         elif silent_through >= 0 and not damages:
             words = "the machine has stopped without warning, so this member may have signed messages that it has lost"
-            damages.append((self.store.path / "outbox.bin", words))
+            damages.append((self._outbox.path, words))
         remedy = "it stays silent until it can take over a later state from the others"
         for path, words in damages:
             self.log("damaged", level="error", file=str(path), words=f"{words}: {remedy}")
         self.status.numbers.damage.inc(len(damages))
 
     def _proven_equivocators(self) -> set[int]:
+        """The members against which there are proofs, also from before the members changed, if they kept their keys."""
+        keys = [member.public_key for member in self.manifest.members]
         for path, evidence in self.store.evidence():
-            try:
-                self._proofs[self.manifest.index(prove(self.manifest, evidence).member.name)] += 1
-            except ValueError as error:
-                self.log("damaged", level="warning", file=str(path), words=f"{error} The file is ignored.")
+            failure = None
+            for manifest in (*self.history, self.manifest):
+                try:
+                    proven = prove(manifest, evidence).member.public_key
+                except ValueError as error:
+                    failure = error
+                else:
+                    self._proofs.update(index for index, key in enumerate(keys) if key == proven)
+                    break
+            else:
+                self.log("damaged", level="warning", file=str(path), words=f"{failure} The file is ignored.")
         return set(self._proofs)
 
     def _new_links(self, listen: str) -> Links:
@@ -249,6 +275,7 @@ class LivePeer:
             unlinked=self._unlinked,
             refused=self._refused,
             status=self._report,
+            amended=self._offered_amendment,
         )
         return Links(
             manifest=self.manifest,
@@ -306,6 +333,7 @@ class LivePeer:
             await self.links.open()
             worker = asyncio.create_task(self._work(pool))
             over = asyncio.create_task(self._over.wait())
+            looking = asyncio.create_task(self._look_for_amendment())
             try:
                 await loop.run_in_executor(pool, self.computation.warm_up)
                 self.log("ready")
@@ -319,9 +347,10 @@ class LivePeer:
                     raise self._failure
                 await self.links.flush(FLUSH_SECONDS)
             finally:
-                for task in (worker, over):
+                tasks = worker, over, looking
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(worker, over, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await self.links.close()
                 self._disk.shutdown()
                 if self._failure is None:
@@ -362,6 +391,7 @@ class LivePeer:
                     assert message.step <= self._mark.step or not message.step, "signed beyond the mark"
                     self._outbox.put(message.step, message.frame)
                     self._step_began = asyncio.get_running_loop().time()
+                    self._patience.sent(self.protocol.num_ahead)
                 case SetTimer(timer, step):
                     asyncio.get_running_loop().call_later(self._seconds(timer, step), self._fire, timer, step)
                 case Begin(iteration):
@@ -515,7 +545,7 @@ class LivePeer:
         self.status.numbers.behind.set(self.protocol.num_behind)
         if step:
             self.log("iteration", iteration=checkpoint.iteration, **record)
-        return self.protocol.finished(step)
+        return [] if self._is_replaced() else self.protocol.finished(step)
 
     def _adopt(self, action: Adopt) -> Callable[[], list[Action]]:
         states = [None if message is None else message.vector for message in action.states]
@@ -527,9 +557,58 @@ class LivePeer:
         def adopted() -> list[Action]:
             self._previous, self._checkpoint = self._checkpoint, checkpoint
             self.status.iteration, self.status.state = action.iteration, "running"
-            return self.protocol.adopted(action.iteration)
+            return [] if self._is_replaced() else self.protocol.adopted(action.iteration)
 
         return adopted
+
+    # A new manifest
+
+    async def _look_for_amendment(self) -> None:
+        """Take the amendment that an operator puts into this member's directory."""
+        path, seen = self.store.path / "amendment.toml", None
+        while True:
+            with suppress(OSError):
+                if (changed := path.stat().st_mtime_ns) != seen:
+                    seen = changed
+                    try:
+                        self._consider(Amendment.load(path))
+                    except ValueError as error:
+                        self.log("amendment", level="error", file=str(path), words=str(error))
+            await asyncio.sleep(AMENDMENT_SECONDS)
+
+    def _offered_amendment(self, content: bytes) -> None:
+        with suppress(ValueError):  # it may belong to an earlier manifest, or come from an attacker
+            self._consider(Amendment.from_bytes(content))
+
+    def _consider(self, amendment: Amendment) -> None:
+        """Keep an amendment if it is complete, pass it on, and change to its manifest when it is time.
+
+        Raises:
+            ValueError: If it does not replace this manifest, or is not complete.
+        """
+        if self.successor is not None or amendment.manifest.digest == self.manifest.digest:
+            return
+        check_chain(self.manifest, [amendment])
+        self._tolerate("amendments", lambda: self.store.keep_amendment(amendment))
+        self.successor = amendment
+        self.log("amendment", iteration=amendment.manifest.from_iteration, words=amendment.describe(self.manifest))
+        for other in self.course.others:
+            self.links.pass_on([amendment.to_bytes()], other)
+        self._is_replaced()
+
+    def _is_replaced(self, *, stalled: bool = False) -> bool:
+        """Whether this member changes to the new manifest now, and then end this part of the run.
+
+        Args:
+            stalled: Whether there is no quorum: the others may have changed already.
+        """
+        if self.successor is None:
+            return False
+        reached = -1 if self._checkpoint is None else self._checkpoint.iteration
+        if reached + stalled < self.successor.manifest.from_iteration:
+            return False
+        self._over.set()
+        return True
 
     # Events of the network
 
@@ -553,6 +632,8 @@ class LivePeer:
     def _refused(self, other: int | None, reason: str, words: str) -> None:
         if reason != "unreachable":
             self._count(other, reason)
+        if other is not None and reason == "manifest":
+            self.links.pass_on([each.to_bytes() for each in self.store.amendments()], other)
         self.log.seldom("refused", other, reason, level="warning", to=self._name(other), reason=reason, words=words)
 
     def _count(self, sender: int | None, reason: str) -> None:
@@ -580,6 +661,8 @@ class LivePeer:
         self.status.state, self.status.waiting_for = "stalled" if names else "running", names
         self.status.numbers.stalled.set(bool(names))
         self._look_for_faults(alarm.missing)
+        if names:
+            self._is_replaced(stalled=True)
         if names:
             need = f"{self.course.quorum} of {self.course.num_members} messages are needed to continue"
             self.log("stalled", level="error", step=alarm.step, missing=names, words=need)

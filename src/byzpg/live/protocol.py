@@ -291,6 +291,11 @@ class Protocol:
         recent = self.step - self.course.per_iteration
         return sum(self._positions[other] < recent for other in self.course.others)
 
+    @property
+    def num_ahead(self) -> int:
+        """How many members have been heard in this step or later."""
+        return sum(self._positions[other] >= self.step for other in self.course.others)
+
     # Events
 
     def start(self) -> list[Action]:
