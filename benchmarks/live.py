@@ -2,13 +2,17 @@
 
     python benchmarks/live.py rounds                                # K = 5, d = 5,000 and 1,000,000
     python benchmarks/live.py rounds --dimension 5000 --repeats 1   # a quick check
+    python benchmarks/live.py absences                              # one member dead or late, about 40 minutes
+    python benchmarks/live.py absences --case dead --repeats 1      # a quick check
     python benchmarks/live.py soak --minutes 60                     # one hour of training
 
 `rounds` measures rounds per second among five processes on loopback, each connected to every other by mutual TLS. The
 members are those of `byzpg peer`, with signatures, receipts, the outbox on disk and checkpoints, around a computation
-that does nothing. Baseline: bare gRPC streams over the same TLS, where every process sends one message of the same
-size to every other one, waits for theirs, and does nothing else. `soak` trains with one equivocating member and
-records each process's memory and open files; its baseline is the second tenth of the same run.
+that does nothing. Baseline: bare gRPC streams over the same TLS, where every process sends one message of the same size
+to every other one, waits for theirs, and does nothing else. `absences` measures how fast four members train while the
+fifth is dead, or is late on purpose; its baseline is the same federation with five healthy members. `soak` trains with
+one equivocating member and records each process's memory and open files; its baseline is the second tenth of the same
+run.
 """
 
 import argparse
@@ -211,6 +215,82 @@ def measure(dimension: int, num_iterations: int, rounds: int, repeats: int, wher
     )
 
 
+# Members that are absent or late
+
+# What the last member does; see byzpg.live.rehearsal.Late. None: it is dead.
+CASES = {
+    "dead": None,
+    **{f"{ms} ms late": f"late({ms / 1000})" for ms in (2, 5, 10, 20, 50, 200, 900)},
+    "900 ms late in 16 of 32 rounds": "late(0.9, 0, 16)",
+    "200 ms late to 1 member in turn": "late(0.2, 1)",
+    "900 ms late to 1 member in turn": "late(0.9, 1)",
+    "200 ms late to 3 members in turn": "late(0.2, 3)",
+}
+
+
+def start_member(folder: Path, name: str, attack: str | None = None) -> subprocess.Popen[bytes]:
+    attacker = [] if attack is None else ["--attack", attack]
+    command = ["byzpg", "peer", str(folder / "federation.toml"), "--name", name, "--log", "json", *attacker]
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, "--directory", str(folder / name)], stdout=subprocess.DEVNULL
+    )
+
+
+def rate(folder: Path, warm_up: float, seconds: float) -> float:
+    """Iterations per second of the first member."""
+    time.sleep(warm_up)
+    began, before = time.perf_counter(), done_by(folder)
+    time.sleep(seconds)
+    return (done_by(folder) - before) / (time.perf_counter() - began)
+
+
+def wait_for(folder: Path, more: int) -> None:
+    """Wait until a member has done this many more iterations."""
+    path = folder / "progress.jsonl"
+    while not path.is_file():
+        time.sleep(0.5)
+    aim = done_by(folder) + more
+    while done_by(folder) < aim:
+        time.sleep(0.5)
+
+
+def absences(cases: list[str], warm_up: float, seconds: float, repeats: int) -> None:
+    """Measure how fast members train while one of them is dead or late, in turn with healthy ones."""
+    rates: dict[str, list[tuple[float, float]]] = {case: [] for case in cases}  # healthy, and with this case
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            found(folder, {"trajectories": 3_000_000}, Times())
+            processes = [start_member(folder, member) for member in NAMES[:-1]]
+            try:
+                for case in cases:
+                    processes.append(start_member(folder, NAMES[-1]))
+                    wait_for(folder / NAMES[-1], 10)
+                    healthy = rate(folder / NAMES[0], warm_up, seconds)
+                    end(processes.pop())
+                    if CASES[case] is not None:
+                        processes.append(start_member(folder, NAMES[-1], CASES[case]))
+                        wait_for(folder / NAMES[-1], 1)
+                    rates[case].append((healthy, rate(folder / NAMES[0], warm_up, seconds)))
+                    if CASES[case] is not None:
+                        end(processes.pop())
+                    print(f"{case}: healthy {healthy:.1f} iterations/s, then {rates[case][-1][1]:.1f}", flush=True)
+            finally:
+                for process in processes:
+                    end(process)
+    print(f"K = {len(NAMES)}, f = 1, grace {Times().grace} s, {os.cpu_count()} cores; medians of {repeats}")
+    for case, pairs in rates.items():
+        ratios = [late / healthy for healthy, late in pairs]
+        medians = [statistics.median(each) for each in zip(*pairs, strict=True)]
+        words = f"| {case} | {medians[0]:.1f} | {medians[1]:.1f} | {statistics.median(ratios):.0%} |"
+        print(f"{words} {min(ratios):.0%} to {max(ratios):.0%} |")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
 # A long run
 
 
@@ -238,10 +318,7 @@ def soak(minutes: float, every: float, output: Path) -> None:
         processes = []
         try:
             for member in NAMES:
-                attacker = ["--attack", "Equivocate"] if member == NAMES[-1] else []
-                command = ["byzpg", "peer", str(folder / "federation.toml"), "--name", member, "--log", "json"]
-                command = [sys.executable, "-m", *command, "--directory", str(folder / member), *attacker]
-                processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+                processes.append(start_member(folder, member, "Equivocate" if member == NAMES[-1] else None))
             while not all((folder / member / "progress.jsonl").is_file() for member in NAMES):
                 time.sleep(1)
             while done_by(folder / NAMES[0]) < 10:
@@ -258,8 +335,7 @@ def soak(minutes: float, every: float, output: Path) -> None:
                 time.sleep(every)
         finally:
             for process in processes:
-                process.kill()
-                process.wait()
+                end(process)
     draw_soak(samples, output)
 
 
@@ -300,6 +376,11 @@ def main() -> None:
     rounds.add_argument("--repeats", type=int, default=3)
     rounds.add_argument("--dimension", type=int)
     rounds.add_argument("--where", type=Path, help="folder of the members' files, for example /dev/shm")
+    absent = commands.add_parser("absences")
+    absent.add_argument("--case", dest="cases", action="append", choices=CASES, help="default: all, one after another")
+    absent.add_argument("--warm-up", type=float, default=8.0)
+    absent.add_argument("--seconds", type=float, default=20.0)
+    absent.add_argument("--repeats", type=int, default=3)
     long = commands.add_parser("soak")
     long.add_argument("--minutes", type=float, default=60.0)
     long.add_argument("--every", type=float, default=10.0)
@@ -318,6 +399,8 @@ def main() -> None:
         live_member(**options)
     elif command == "bare-member":
         bare_member(**options)
+    elif command == "absences":
+        absences(options.pop("cases") or list(CASES), **options)
     elif command == "soak":
         soak(**options)
     else:
