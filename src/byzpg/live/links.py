@@ -35,8 +35,10 @@ PATIENCE, BANISHMENT = 50, 5.0
 VERSIONS, ECHO_VERSION = (1, 2), 2
 SPOKEN, CHOSEN = "byzpg-versions", "byzpg-version"
 # How many seconds of this member's time another one may waste per second, how many it may save up, and what remains to
-# a member that provably equivocated. A byte in or out costs time that cannot be measured here.
-WASTE, MOST_WASTE, RESTRAINED_WASTE, BYTES_PER_SECOND = 0.1, 0.5, 0.005, 5e8
+# a member that provably equivocated.
+WASTE, MOST_WASTE, RESTRAINED_WASTE = 0.1, 0.5, 0.005
+# What gRPC and the system spend on a frame and on a byte, which cannot be measured here.
+FRAME_SECONDS, BYTES_PER_SECOND = 1.5e-4, 5e8
 
 # What a received frame was worth: "bad" if it was no valid message, "useless" if it changed nothing for this member.
 Received = Literal["useful", "useless", "bad"]
@@ -476,8 +478,8 @@ class Links:
             worth = self.events.received(other, frame)
             if worth != "useful":
                 num_bytes = len(frame) + self._bytes_queued[other] - queued
-                pause = allowance.spend(perf_counter() - began + num_bytes / BYTES_PER_SECOND, perf_counter())
-                if pause:
+                spent = perf_counter() - began + FRAME_SECONDS + num_bytes / BYTES_PER_SECOND
+                if pause := allowance.spend(spent, perf_counter()):
                     await asyncio.sleep(pause)
             bad = bad + 1 if worth == "bad" else 0
             if bad >= PATIENCE:
