@@ -70,8 +70,8 @@ class Federation:
     processes: dict[str, Forked] = field(default_factory=dict)
     logs: dict[str, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)  # bytes and events read so far
 
-    def start(self, name: str, *options: str) -> None:
-        line = ("peer", self.folder / "federation.toml", "--name", name, "--directory", self.directory(name), *options)
+    def start(self, name: str, *options: object, manifest: str = "federation.toml") -> None:
+        line = ("peer", self.folder / manifest, "--name", name, "--directory", self.directory(name), *options)
         with (self.folder / f"{name}.out").open("ab") as output:
             self.processes[name] = Forked(*line, stdout=output, namespace=self.namespaces.get(name))
 

@@ -54,6 +54,8 @@ class Peer:
     final_states: tuple[Path, ...] = ()
     """Files final.state from the directories of members that have finished, of at least 2f + 1 members. Default: the
     states come over the network."""
+    next_key: Path | None = None
+    """Next private key of this member, if an amendment gives it a new one. Default: the key stays the same."""
     attack: str | None = None
     """Attack of this member, in rehearsals only: SignFlip, LargeNoise, Zero, NonFinite, Silent, Equivocate,
     RandomAction, RewardFlip, RandomReward, garbage, oversized or slow. Default: the member is honest."""
@@ -75,6 +77,7 @@ class Peer:
 
     def _options(self, membership: Membership) -> "Options":
         from byzpg.live.identity import check_address
+        from byzpg.live.initial import read_initial
         from byzpg.live.member import Options
 
         if self.listen is not None:
@@ -88,6 +91,8 @@ class Peer:
             seed=self.seed,
             metrics=None if self.metrics_port is None else (self.metrics_host, self.metrics_port),
             final_states=self.final_states,
+            next_key=self.next_key,
+            initial=read_initial(membership.manifest, self.manifest.parent),
         )
 
     async def _take_part(self, membership: Membership, options: "Options") -> "RunDirectory":

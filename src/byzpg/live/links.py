@@ -9,7 +9,7 @@ older one. Nor can a member keep this one busy: what it sends in vain is read on
 import asyncio
 import random
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,16 +19,19 @@ from typing import Any, Literal
 import grpc
 from grpc import aio
 
+from byzpg.live.amendment import LARGEST as LARGEST_AMENDMENT
 from byzpg.live.door import Door, connection_limit
 from byzpg.live.identity import PrivateIdentity, fingerprint
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Message
 
-SERVICE, LINK, STATUS = "byzpg.Federation", "Link", "Status"
+SERVICE, LINK, STATUS, AMEND = "byzpg.Federation", "Link", "Status", "Amend"
 HELLO_SECONDS = 10.0
 FIRST_BACKOFF, LARGEST_BACKOFF = 0.2, 3.0
 # Rejected frames in a row after which a connection is closed, and seconds until the member may connect again.
 PATIENCE, BANISHMENT = 50, 5.0
+# Seconds until a member with another manifest may connect again; it may be about to change to this one.
+DIFFERENT_MANIFEST_PAUSE = 0.5
 # Versions of the protocol. The dialling member says which ones it speaks, and the other one chooses; a member of byzpg
 # 0.1 or 0.2 says nothing, and speaks version 1, which has no echoes. Since the choice travels beside the messages, old
 # members do not notice it.
@@ -164,6 +167,7 @@ class Events:
     unlinked: Callable[[int, str], None]  # with the reason in words
     refused: Callable[[int | None, str, str], None]  # with a reason to count by, and words
     status: Callable[[], bytes]
+    amended: Callable[[bytes], None]  # another member passes on an amendment, which can be any bytes
 
 
 @dataclass
@@ -218,7 +222,7 @@ class Links:
         self.manifest, self.own, self.private, self.events, self.listen = manifest, own, private, events, listen
         self._hello = manifest.canonical + b"\n" + plan_digest.encode()
         self._longest_hello = 2 * len(self._hello) + 4096
-        self.limit = max(largest, self._longest_hello)
+        self.limit = max(largest, self._longest_hello, LARGEST_AMENDMENT)
         self.connected: set[int] = set()
         self.bytes_sent = self.bytes_received = 0
         self._mailboxes = [Mailbox() for _ in manifest.members]
@@ -226,6 +230,7 @@ class Links:
         self._banished: dict[int, float] = {}
         self._dialers: list[asyncio.Task[None]] = []
         self._door_task: asyncio.Task[None] | None = None
+        self._passing: dict[int, asyncio.Task[None]] = {}
         self._by_fingerprint = {member.fingerprint: index for index, member in enumerate(manifest.members)}
         self._reported: dict[int, str] = {}
         self.versions: dict[int, int] = {}  # of the protocol, by connected member
@@ -243,6 +248,7 @@ class Links:
         handlers = {
             LINK: grpc.stream_stream_rpc_method_handler(self._accept),
             STATUS: grpc.unary_unary_rpc_method_handler(self._report),
+            AMEND: grpc.unary_unary_rpc_method_handler(self._amend),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:
@@ -297,7 +303,8 @@ class Links:
             raise
 
     async def _close(self) -> None:
-        tasks = [self._door_task, *self._dialers, *self._streams.values()] if self._door_task else []
+        tasks = [*self._dialers, *self._streams.values(), *self._passing.values()]
+        tasks += [] if self._door_task is None else [self._door_task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -348,6 +355,30 @@ class Links:
         if self._caller(context) is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
         return self.events.status()
+
+    async def _amend(self, request: bytes, context: aio.ServicerContext) -> bytes:
+        caller = self._caller(context)
+        if caller is None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
+        began = perf_counter()
+        self.events.amended(request)
+        await asyncio.sleep(self._allowances[caller].spend(perf_counter() - began, perf_counter()))
+        return b""
+
+    def pass_on(self, amendments: Sequence[bytes], to: int) -> None:
+        """Tell a member, once, what has replaced a manifest that it may still have."""
+        if to not in self._passing:
+            self._passing[to] = asyncio.create_task(self._pass_on(amendments, to))
+            self._passing[to].add_done_callback(lambda _: self._passing.pop(to))
+
+    async def _pass_on(self, amendments: Sequence[bytes], to: int) -> None:
+        channel = open_channel(self.manifest, self.own, self.private, to, self.limit)
+        try:
+            for each in amendments:
+                with suppress(aio.AioRpcError):  # it does not run, or its version is too old for amendments
+                    await channel.unary_unary(f"/{SERVICE}/{AMEND}")(each, timeout=HELLO_SECONDS)
+        finally:
+            await channel.close()
 
     # Dialling
 
@@ -424,11 +455,9 @@ class Links:
         if theirs == self._hello:
             return True
         if isinstance(theirs, bytes):
-            self._banished[other] = asyncio.get_running_loop().time() + BANISHMENT
+            self._banished[other] = asyncio.get_running_loop().time() + DIFFERENT_MANIFEST_PAUSE
             words = self._difference(theirs)
-            if self._reported.get(other) != words:
-                self._reported[other] = words
-                self.events.refused(other, "manifest", f"its manifest differs: {words}")
+            self.events.refused(other, "manifest", f"its manifest differs: {words}")
             await stream.refuse(f"{self.manifest.members[self.own].name} has another manifest: {words}")
         return False
 

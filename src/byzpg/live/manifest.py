@@ -147,6 +147,11 @@ class Manifest:
         """SHA-256 of the canonical bytes."""
         return sha256(self.canonical).digest()
 
+    @property
+    def suffix(self) -> str:
+        """What the names of a member's files end with: nothing for a first manifest, else a part of its hash."""
+        return "" if self.predecessor is None else f"-{self.digest.hex()[:16]}"
+
     def index(self, name: str) -> int:
         """The position of a member."""
         names = [member.name for member in self.members]

@@ -1,5 +1,6 @@
 """Take part in a federation as one member: a manifest and a key in, a trained policy out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,12 @@ from byzpg.config import Settings
 from byzpg.federation import members
 from byzpg.federation.members import seeded_key
 from byzpg.federation.metrics import METRICS
-from byzpg.live.identity import read_key
+from byzpg.live.identity import Member, PrivateIdentity, read_key
 from byzpg.live.manifest import Manifest
 from byzpg.live.peer import LivePeer
 from byzpg.live.rehearsal import Late, RehearsedAttack, WireFault, parse_attack
 from byzpg.live.status import Log, Sink, Status
-from byzpg.live.store import Store
+from byzpg.live.store import Store, manifests
 from byzpg.robust.attacks import Attack
 from byzpg.runs import Run, RunDirectory
 
@@ -37,6 +38,8 @@ class Options:
         seed: The seed of its random numbers, in a rehearsal; None for a secret key.
         metrics: Address and port at which to serve metrics for Prometheus; None to serve none.
         final_states: Files final.state of members that have finished, for a member that comes too late.
+        next_key: The file of its next private key, if the members have agreed on a new one.
+        initial: θ_0 [d], if the manifest names its hash; see `live.initial`.
     """
 
     key: Path
@@ -46,6 +49,8 @@ class Options:
     seed: int | None = None
     metrics: tuple[str, int] | None = None
     final_states: tuple[Path, ...] = ()
+    next_key: Path | None = None
+    initial: np.ndarray | None = None
 
 
 class ObservedPeer(members.Peer):
@@ -81,14 +86,32 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
     Raises:
         ValueError: If the files do not belong together, or if an option is for rehearsals and the manifest allows none.
     """
+    while True:
+        history = manifests(options.directory, manifest)
+        directory = await _take_part(history, name, options, sink)
+        if directory is not None:
+            return directory
+
+
+async def _take_part(
+    history: Sequence[Manifest], name: str, options: Options, sink: Sink | None
+) -> RunDirectory | None:
+    """Take part with the newest manifest, until the federation has finished or the manifest is replaced.
+
+    Returns:
+        The directory of the results; None if there is a new manifest, and this member is in it.
+    """
+    manifest = history[-1]
+    if name not in [member.name for member in manifest.members]:
+        raise ValueError(f"{name} is no longer a member of this federation: its members have removed it.")
     own = manifest.index(name)
     member, settings = manifest.members[own], manifest.settings()
-    private = read_key(options.key, member)
+    private = _private_keys(options, member)
     attack = _chosen_attack(manifest, options)
     log = Log(options.directory / "log.jsonl", name, sink)
     store = Store(options.directory, manifest, member, partial(_report_full_disk, log))
     try:
-        peer = _new_peer(settings, own, store, attack=attack, seed=options.seed)
+        peer = _new_peer(settings, own, store, options, attack)
         status = Status(
             names=tuple(each.name for each in manifest.members),
             own=own,
@@ -109,6 +132,7 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             status=status,
             log=log,
             listen=options.listen or member.address,
+            history=history[:-1],
         )
         peer.on_output = live.keep_output
         live.bring(options.final_states)
@@ -125,9 +149,22 @@ async def take_part(manifest: Manifest, name: str, options: Options, sink: Sink 
             log.close()
             if stop is not None:
                 stop()
+        successor = None if status.state == "finished" else live.successor
+        if successor is not None and name in [each.name for each in successor.manifest.members]:
+            return None
         return _write_results(store, settings, peer)
     finally:
         store.close()
+
+
+def _private_keys(options: Options, member: Member) -> PrivateIdentity:
+    """The member's keys: those that it has now, or those that the manifest gives it."""
+    try:
+        return read_key(options.key, member)
+    except ValueError:
+        if options.next_key is None:
+            raise
+        return read_key(options.next_key, member)
 
 
 def _chosen_attack(manifest: Manifest, options: Options) -> Attack | WireFault | Late | None:
@@ -140,15 +177,16 @@ def _chosen_attack(manifest: Manifest, options: Options) -> Attack | WireFault |
 
 
 def _new_peer(
-    settings: Settings, own: int, store: Store, *, attack: Attack | WireFault | Late | None, seed: int | None
+    settings: Settings, own: int, store: Store, options: Options, attack: Attack | WireFault | Late | None
 ) -> ObservedPeer:
     return ObservedPeer(
         settings.federation(),
         settings.schedule(),
         own,
-        store.random_key() if seed is None else seeded_key(seed),
+        store.random_key() if options.seed is None else seeded_key(options.seed),
         attack=attack if isinstance(attack, Attack) else None,
-        as_simulated=seed is not None,
+        as_simulated=options.seed is not None,
+        initial=options.initial,
     )
 
 

@@ -162,6 +162,7 @@ class LivePeer:
         if self._checkpoint is not None:
             computation.restore(self._checkpoint.iteration, self._checkpoint.snapshot)
         self.successor: Amendment | None = None  # what replaces the manifest
+        self._with_other_manifest: set[int] = set()  # members that may have changed to it
         self._brought: dict[int, Message] = {}  # final states from files, by sender
         self._proofs: Counter[int] = Counter()  # by the member that equivocated
         self.protocol = self._new_protocol()
@@ -209,7 +210,7 @@ class LivePeer:
         """The protocol at the newest checkpoint, or at the start barrier if there is none."""
         sent = self._own_messages()
         started = self._checkpoint is not None or bool(self._checkpoints.damaged)
-        has_signed = bool(sent) or bool(self._outbox.damaged) or (started and not self.history)
+        has_signed = any(sent) or bool(self._outbox.damaged) or (started and not self.history)
         self._mark = self.store.mark(f"mark{self.manifest.suffix}.bin", expected=has_signed)
         silent_through = forgotten_through(
             self._mark.step,
@@ -605,7 +606,8 @@ class LivePeer:
         if self.successor is None:
             return False
         reached = -1 if self._checkpoint is None else self._checkpoint.iteration
-        if reached + stalled < self.successor.manifest.from_iteration:
+        others_have = len(self._with_other_manifest) > self.course.num_byzantine  # an honest one among them
+        if reached + stalled < self.successor.manifest.from_iteration and not others_have:
             return False
         self._over.set()
         return True
@@ -623,6 +625,7 @@ class LivePeer:
         return "useful" if message.kind in SIGNED_ONCE and not in_vain else "useless"
 
     def _linked(self, other: int, version: int) -> None:
+        self._with_other_manifest.discard(other)
         self.log.seldom("linked", other, pause=1.0, to=self._name(other), version=version)
         self._react(lambda: self.protocol.linked(other, echoes=version >= ECHO_VERSION))
 
@@ -633,6 +636,8 @@ class LivePeer:
         if reason != "unreachable":
             self._count(other, reason)
         if other is not None and reason == "manifest":
+            self._with_other_manifest.add(other)
+            self._is_replaced()
             self.links.pass_on([each.to_bytes() for each in self.store.amendments()], other)
         self.log.seldom("refused", other, reason, level="warning", to=self._name(other), reason=reason, words=words)
 

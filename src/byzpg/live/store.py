@@ -32,6 +32,7 @@ from uuid import UUID
 import numpy as np
 
 from byzpg._files import flush_directory, write_atomically
+from byzpg.live.amendment import Amendment, check_chain
 from byzpg.live.identity import Member
 from byzpg.live.manifest import Manifest
 from byzpg.live.protocol import Evidence
@@ -58,13 +59,28 @@ def forgotten_through(
     return max((step for step in range(mark + 1)[-num_slots:] if step % num_slots in damaged_slots), default=-1)
 
 
+def _amendments(directory: Path) -> dict[str, Amendment]:
+    """The amendments in a member's directory, by the hash of what they replace."""
+    found = (Amendment.load(path) for path in sorted((directory / "amendments").glob("*.toml")))
+    return {str(amendment.manifest.predecessor): amendment for amendment in found}
+
+
+def manifests(directory: Path, first: Manifest) -> list[Manifest]:
+    """A manifest, and those that have replaced it since, according to a member's directory."""
+    amendments, found = _amendments(directory), [first]
+    while (amendment := amendments.get(found[-1].digest.hex())) is not None:
+        found.append(check_chain(found[-1], [amendment]))
+    return found
+
+
 class Mark:
     """The last step for which a message may have been signed, and whether its file can be relied on."""
 
     CONTENT = struct.Struct("<q16sQQ")  # the step, the machine's boot, and the device and number of the file
 
     def __init__(self, records: Records, *, expected: bool) -> None:
-        self._records, self.step, self.same_boot = records, -1, True
+        self.path, self.step, self.same_boot = records.path, -1, True
+        self._records = records
         found = records.read()
         self._number = max(found, default=-1)
         # A copy of the directory, restored from a backup, says nothing about what was signed after it was made.
@@ -116,7 +132,10 @@ class Store:
                 whose = f"member {found['member']} of run {found['run']}"
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{existing} is broken: choose another directory.") from None
-            if found != owner:
+            amendments, digest = _amendments(path), found.get("manifest")
+            while digest != owner["manifest"] and digest in amendments:
+                digest = amendments[digest].manifest.digest.hex()
+            if {**found, "manifest": digest} != owner:
                 raise ValueError(f"{path} belongs to {whose}, or to another manifest: choose another directory.")
         elif any(not each.name.startswith(("lock", "log.jsonl", ".owner.json.")) for each in path.iterdir()):
             raise ValueError(f"{path} is neither empty nor the directory of a member: choose another directory.")
@@ -167,13 +186,22 @@ class Store:
         self._open.append(opened)
         return opened
 
-    def mark(self, *, expected: bool) -> Mark:
-        """Open the mark.
+    def mark(self, name: str, *, expected: bool) -> Mark:
+        """Open a mark.
 
         Args:
+            name: Its file.
             expected: Whether other files show that there was one.
         """
-        return Mark(self.records("mark.bin", 2, Mark.CONTENT.size), expected=expected)
+        return Mark(self.records(name, 2, Mark.CONTENT.size), expected=expected)
+
+    def keep_amendment(self, amendment: Amendment) -> None:
+        """Write what replaces the manifest, under the hash of what it replaces."""
+        amendment.write(self.path / "amendments" / f"{amendment.manifest.predecessor}.toml")
+
+    def amendments(self) -> list[Amendment]:
+        """What has replaced manifests of this run, in order."""
+        return sorted(_amendments(self.path).values(), key=lambda each: each.manifest.from_iteration)
 
     def keep_evidence(self, manifest: Manifest, evidence: Evidence, heads: tuple[bytes, bytes]) -> Path:
         """Write the heads of two messages that one member signed for one step."""
