@@ -170,3 +170,20 @@ def test_proxies_of_the_environment_are_used_on_request_only(
             assert heard[0].startswith(f"CONNECT {MANIFEST.members[1].address} ".encode())
 
     asyncio.run(ask())
+
+
+def test_a_member_uses_a_proxy_on_request_only(
+    federation: Federation, proxy: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, heard = proxy
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, f"http://{address}")
+    federation.kill("alice")
+    before = len(federation.events("alice", "refused"))
+    federation.start("alice")
+    until(lambda: len(federation.events("alice", "refused")) >= before + 4, "alice has dialled the others")
+    assert heard == []
+    federation.kill("alice")
+    federation.start("alice", "--proxy")
+    until(lambda: heard, "alice asks the proxy")
+    assert heard[0].startswith(b"CONNECT 127.0.0.1:")

@@ -45,6 +45,8 @@ class Peer:
     """Directory for state and results. Default: NAME-RUN beside the manifest, where RUN is the run's id, shortened."""
     listen: str | None = None
     """Address to listen on, host:port. Default: the address in the manifest."""
+    proxy: bool = False
+    """Connect to the other members through the proxy that the environment names, such as in https_proxy."""
     metrics_port: int | None = None
     """Port on which to serve metrics for Prometheus. Default: no metrics are served."""
     metrics_host: str = "127.0.0.1"
@@ -89,6 +91,7 @@ class Peer:
             listen=self.listen,
             attack=self.attack,
             seed=self.seed,
+            proxy=self.proxy,
             metrics=None if self.metrics_port is None else (self.metrics_host, self.metrics_port),
             final_states=self.final_states,
             next_key=self.next_key,

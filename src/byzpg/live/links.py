@@ -206,6 +206,7 @@ class Links:
         listen: Where to accept connections, host:port.
         events: What to call when something happens.
         plan_digest: The hash of what all members must have computed alike; see `Peer.plan_digest`.
+        proxy: Whether to dial through the proxy that the environment names.
     """
 
     def __init__(
@@ -218,7 +219,9 @@ class Links:
         listen: str,
         events: Events,
         plan_digest: str,
+        proxy: bool = False,
     ) -> None:
+        self._proxy = proxy
         self.manifest, self.own, self.private, self.events, self.listen = manifest, own, private, events, listen
         self._hello = manifest.canonical + b"\n" + plan_digest.encode()
         self._longest_hello = 2 * len(self._hello) + 4096
@@ -385,7 +388,7 @@ class Links:
     async def _dial(self, other: int) -> None:
         backoff = FIRST_BACKOFF
         while True:
-            channel = open_channel(self.manifest, self.own, self.private, other, self.limit)
+            channel = open_channel(self.manifest, self.own, self.private, other, self.limit, proxy=self._proxy)
             try:
                 spoken = ((SPOKEN, ",".join(map(str, VERSIONS))),)
                 call = channel.stream_stream(f"/{SERVICE}/{LINK}")(metadata=spoken)

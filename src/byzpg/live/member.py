@@ -37,6 +37,7 @@ class Options:
         attack: An attack to carry out on purpose, in a rehearsal.
         seed: The seed of its random numbers, in a rehearsal; None for a secret key.
         metrics: Address and port at which to serve metrics for Prometheus; None to serve none.
+        proxy: Whether to connect to other members through the proxy that the environment names.
         final_states: Files final.state of members that have finished, for a member that comes too late.
         next_key: The file of its next private key, if the members have agreed on a new one.
         initial: θ_0 [d], if the manifest names its hash; see `live.initial`.
@@ -48,6 +49,7 @@ class Options:
     attack: str | None = None
     seed: int | None = None
     metrics: tuple[str, int] | None = None
+    proxy: bool = False
     final_states: tuple[Path, ...] = ()
     next_key: Path | None = None
     initial: np.ndarray | None = None
@@ -132,6 +134,7 @@ async def _take_part(
             status=status,
             log=log,
             listen=options.listen or member.address,
+            proxy=options.proxy,
             history=history[:-1],
         )
         peer.on_output = live.keep_output

@@ -133,6 +133,7 @@ class LivePeer:
         status: Where it records what happens.
         log: Where it logs events.
         listen: Where to accept connections, host:port.
+        proxy: Whether to dial through the proxy that the environment names.
         history: The manifests that this one has replaced, if the members have changed, in order.
     """
 
@@ -147,6 +148,7 @@ class LivePeer:
         status: Status,
         log: Log,
         listen: str,
+        proxy: bool = False,
         history: Sequence[Manifest] = (),
     ) -> None:
         self.manifest, self.own, self.private, self.store, self.log = manifest, own, private, store, log
@@ -166,7 +168,7 @@ class LivePeer:
         self._brought: dict[int, Message] = {}  # final states from files, by sender
         self._proofs: Counter[int] = Counter()  # by the member that equivocated
         self.protocol = self._new_protocol()
-        self.links = self._new_links(listen)
+        self.links = self._new_links(listen, proxy)
         status.connected = self.links.connected
         self._jobs: asyncio.Queue[Callable[[], Callable[[], list[Action]]]] = asyncio.Queue()
         # Combining a few short vectors takes less time than passing them to another thread.
@@ -269,7 +271,7 @@ class LivePeer:
                 self.log("damaged", level="warning", file=str(path), words=f"{failure} The file is ignored.")
         return set(self._proofs)
 
-    def _new_links(self, listen: str) -> Links:
+    def _new_links(self, listen: str, proxy: bool) -> Links:
         events = Events(
             received=self._received,
             linked=self._linked,
@@ -286,6 +288,7 @@ class LivePeer:
             listen=listen,
             events=events,
             plan_digest=self.computation.plan_digest,
+            proxy=proxy,
         )
 
     def _own_messages(self) -> dict[int, Message]:
