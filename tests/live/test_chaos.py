@@ -25,6 +25,8 @@ import pytest
 from forking import Forked
 from live_federation import NAMES, Federation, drop, until
 
+from byzpg.live.amendment import amended
+from byzpg.live.identity import Member, generate, read_key, write_identity
 from byzpg.live.manifest import Times
 from byzpg.live.peer import Checkpoint
 from byzpg.live.records import HEAD, Records
@@ -60,10 +62,9 @@ from byzpg.live.identity import read_key
 from byzpg.live.manifest import Manifest
 from grpc import aio
 
-folder, name, until = Path(sys.argv[1]), sys.argv[2], time.monotonic() + float(sys.argv[3])
-manifest = Manifest.load(folder / "federation.toml")
-own = manifest.index(name)
-private = read_key(folder / f"{name}.key", manifest.members[own])
+manifest, key, until = Manifest.load(Path(sys.argv[1])), Path(sys.argv[3]), time.monotonic() + float(sys.argv[4])
+own = manifest.index(sys.argv[2])
+private = read_key(key, manifest.members[own])
 
 async def flood(other):
     while time.monotonic() < until:
@@ -92,6 +93,9 @@ class Chaos:
     federation: Federation
     seed: int
     chance: random.Random = field(init=False)
+    manifest_file: str = "federation.toml"  # of the manifest in use
+    first_manifests: dict[str, str] = field(default_factory=dict)  # of members that were not there from the beginning
+    next_keys: dict[str, Path] = field(default_factory=dict)
     backups: dict[str, Path] = field(default_factory=dict)
     first: dict[int, tuple[int, int]] = field(default_factory=dict)  # resources of processes, when first seen
     accusations: list[dict[str, Any]] = field(default_factory=list)
@@ -104,19 +108,37 @@ class Chaos:
     def note(self, event: str, **values: Any) -> None:
         """Write a line to the log of this test, and print it."""
         line = json.dumps({"seconds": round(time.monotonic() - self.began, 1), "event": event, **values})
-        with (self.federation.folder / "chaos.jsonl").open("a") as file:
+        with (self.folder / "chaos.jsonl").open("a") as file:
             file.write(line + "\n")
         print(line, flush=True)
 
     def pause(self, most: float = 6.0) -> None:
         time.sleep(self.chance.uniform(0.0, most))
 
+    @property
+    def folder(self) -> Path:
+        return self.federation.folder
+
+    def key(self, name: str) -> Path:
+        """The file of a member's keys in the manifest in use."""
+        return self.next_keys.get(name, self.folder / f"{name}.key")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The present members."""
+        return tuple(member.name for member in self.federation.manifest.members)
+
+    def start(self, name: str) -> None:
+        """Start a member with the same command as ever, whatever has changed since."""
+        next_key = ("--next-key", self.next_keys[name]) if name in self.next_keys else ()
+        self.federation.start(name, *next_key, manifest=self.first_manifests.get(name, "federation.toml"))
+
     # Faults of one member; each ends before its function returns
 
     def crash(self, name: str) -> None:
         self.federation.kill(name)
         self.pause()
-        self.federation.start(name)
+        self.start(name)
 
     def freeze(self, name: str) -> None:
         self.federation.signal(name, signal.SIGSTOP)
@@ -133,27 +155,27 @@ class Chaos:
 
     def rot(self, name: str) -> None:
         """Flip some bits in one of the files of a member that is down."""
-        file = self.chance.choice(("outbox.bin", "checkpoints.bin", "mark.bin", "progress.jsonl"))
+        pattern = self.chance.choice(("outbox*.bin", "checkpoints*.bin", "mark*.bin", "progress.jsonl"))
         self.federation.kill(name)
-        path = self.federation.directory(name) / file
+        path = newest(self.federation.directory(name), pattern)
         content = bytearray(path.read_bytes())
         for _ in range(self.chance.choice((1, 20))):
             content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
         with path.open("r+b") as damaged:  # in place: a new file would be noticed as a copy
             damaged.write(content)
-        self.note("flipped bits", file=file)
-        self.federation.start(name)
+        self.note("flipped bits", file=path.name)
+        self.start(name)
 
     def lose_directory(self, name: str) -> None:
         self.federation.kill(name)
         self.empty(name)
         self.pause()
-        self.federation.start(name)
+        self.start(name)
 
     def restore_backup(self, name: str) -> None:
         """Replace a member's directory by a copy that was made while it was running."""
         backup = self.backups.get(name)
-        self.backups[name] = self.federation.folder / f"{name}-backup-{time.monotonic_ns()}"
+        self.backups[name] = self.folder / f"{name}-backup-{time.monotonic_ns()}"
         shutil.copytree(self.federation.directory(name), self.backups[name])
         if backup is None:
             backup = self.backups[name]
@@ -161,7 +183,7 @@ class Chaos:
         self.federation.kill(name)
         self.empty(name)
         shutil.copytree(backup, self.federation.directory(name), dirs_exist_ok=True)
-        self.federation.start(name)
+        self.start(name)
 
     def empty(self, name: str) -> None:
         """Delete what is in a member's directory, which may be a mount point."""
@@ -180,13 +202,13 @@ class Chaos:
             while file.write(bytes(2**12)):
                 pass
         if restarts:
-            self.federation.start(name)
+            self.start(name)
         self.pause()
         filler.unlink()
 
     def crowd(self, name: str) -> None:
         """A stranger opens hundreds of connections to a member."""
-        address, _, port = self.federation.manifest.members[NAMES.index(name)].address.rpartition(":")
+        address, _, port = self.federation.manifest.members[self.names.index(name)].address.rpartition(":")
         command = ["ip", "netns", "exec", self.federation.namespaces["outsider"], sys.executable, "-c", IDLERS]
         with subprocess.Popen(
             [*command, address, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -199,11 +221,54 @@ class Chaos:
     def steal_key(self, name: str) -> None:
         """A member is down, and somebody else sends junk in its name."""
         self.federation.kill(name)
-        with (self.federation.folder / "junk.out").open("ab") as output:
-            line = (self.federation.folder, name, self.chance.uniform(1.0, 6.0))
+        with (self.folder / "junk.out").open("ab") as output:
+            line = (self.folder / self.manifest_file, name, self.key(name), self.chance.uniform(1.0, 6.0))
             junk = Forked(*line, program=JUNK, stdout=output, namespace=self.federation.namespaces[name])
         assert junk.wait() == 0
-        self.federation.start(name)
+        self.start(name)
+
+    # Changes of the members
+
+    def replace_last(self) -> None:
+        """Replace the last member by a new one, which is started when the change has happened."""
+        leaving = self.federation.manifest.members[-1]
+        newcomer, private = generate("frank", leaving.address)
+        write_identity(self.folder, newcomer, private)
+        self.federation.namespaces["frank"] = self.federation.namespaces[leaving.name]
+        self.amend({leaving.name: newcomer})
+        assert self.federation.processes[leaving.name].wait() == 0
+        self.first_manifests["frank"] = self.manifest_file
+        self.start("frank")
+
+    def rotate_key(self) -> None:
+        """Give a member new keys; it is started anew before, to know them."""
+        name = self.chance.choice(self.names)
+        old = self.federation.manifest.members[self.names.index(name)]
+        member, private = generate(name, old.address)
+        write_identity(self.folder / "next", member, private)
+        self.next_keys[name] = self.folder / "next" / f"{name}.key"
+        self.federation.kill(name)
+        self.start(name)
+        self.federation.wait_until_together(*self.names)
+        self.amend({name: member})
+
+    def amend(self, substitutes: dict[str, Member]) -> None:
+        """Replace members, and wait until those that stay have done so."""
+        old = self.federation.manifest
+        start = max(self.federation.iteration(name) for name in self.names) + 40
+        amendment = amended(old, from_iteration=start, substitutes=substitutes)
+        for name in self.names:
+            if name not in substitutes:  # K − f approvals are enough
+                private = read_key(self.key(name), old.members[self.names.index(name)])
+                amendment = amendment.approved_by(private, name, old)
+        told, self.manifest_file = self.chance.choice(self.names), f"amendment-{start}.toml"
+        amendment.write(self.folder / self.manifest_file)
+        amendment.write(self.federation.directory(told) / "amendment.toml")
+        self.note("amendment", told=told, from_iteration=start)
+        staying = set(self.names)
+        self.federation.manifest = amendment.manifest
+        for name in staying & set(self.names):
+            until(lambda name=name: self.federation.iteration(name) > start + 3, f"{name} has changed its manifest")
 
     # What must hold
 
@@ -215,7 +280,7 @@ class Chaos:
         assert not self.accusations, f"seed {self.seed}: an honest member was accused: {self.accusations[0]}"
 
     def look_at_resources(self) -> None:
-        for name in NAMES:
+        for name in self.names:
             number = self.federation.processes[name].pid
             lines = Path(f"/proc/{number}/status").read_text().splitlines()
             resident = int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) * 1024
@@ -226,40 +291,40 @@ class Chaos:
 
     def states(self) -> dict[str, dict[int, np.ndarray]]:
         """The last checkpoints of all members, by name and iteration, while none of them moves."""
-        for name in NAMES:
+        for name in self.names:
             self.federation.signal(name, signal.SIGSTOP)
         found = {}
-        for name in NAMES:
-            copy = self.federation.folder / f"{name}.checkpoints"
-            shutil.copyfile(newest(self.federation.directory(name), "checkpoints"), copy)
+        for name in self.names:
+            copy = self.folder / f"{name}.checkpoints"
+            shutil.copyfile(newest(self.federation.directory(name), "checkpoints*.bin"), copy)
             records = Records(copy, 2, copy.stat().st_size // 2 - HEAD.size, lambda path, over: None)
             checkpoints = [Checkpoint.of(content) for content in records.read().values()]
             found[name] = {each.iteration: each.snapshot for each in checkpoints}
             records.close()
-        for name in NAMES:
+        for name in self.names:
             self.federation.signal(name, signal.SIGCONT)
         return found
 
 
-def newest(directory: Path, stem: str) -> Path:
-    """A member's file of the manifest in use; amendments give their files a name of their own."""
-    return max(directory.glob(f"{stem}*.bin"), key=lambda path: path.stat().st_mtime_ns)
+def newest(directory: Path, pattern: str) -> Path:
+    """A member's file that belongs to the manifest in use; files of other manifests have other names."""
+    return max(directory.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
 
 
 Fault = Callable[[Chaos, str], None]
-# Whom a fault can hit. The last member dials nobody, so its key is of no use to a flood.
-FAULTS: dict[Fault, tuple[str, ...]] = {
-    Chaos.crash: NAMES,
-    Chaos.freeze: NAMES,
-    Chaos.cut_off: NAMES,
-    Chaos.lose_packets: NAMES,
-    Chaos.rot: NAMES,
-    Chaos.lose_directory: NAMES,
-    Chaos.restore_backup: NAMES,
-    Chaos.fill_disk: (ON_SMALL_DISK,),
-    Chaos.crowd: NAMES,
-    Chaos.steal_key: NAMES[:-1],
-}
+FAULTS: list[Fault] = [
+    Chaos.crash,
+    Chaos.freeze,
+    Chaos.cut_off,
+    Chaos.lose_packets,
+    Chaos.rot,
+    Chaos.lose_directory,
+    Chaos.restore_backup,
+    Chaos.fill_disk,
+    Chaos.crowd,
+    Chaos.steal_key,
+]
+CHANGES = (Chaos.replace_last, Chaos.rotate_key)
 
 
 @contextmanager
@@ -289,17 +354,24 @@ def chaos(tmp_path: Path) -> Iterator[Chaos]:
 @pytest.mark.time_limit(60 * MINUTES + 900)
 def test_a_federation_survives_faults_of_one_member_after_another(chaos: Chaos) -> None:
     """No honest member is accused, no process grows, and in the end all members hold the same parameters."""
-    federation, deck = chaos.federation, list[Fault]()
-    while time.monotonic() - chaos.began < 60 * MINUTES:
+    federation, deck, changes = chaos.federation, list[Fault](), list(CHANGES)
+    while (passed := time.monotonic() - chaos.began) < 60 * MINUTES:
+        if changes and passed > 60 * MINUTES / 3 * (1 + len(CHANGES) - len(changes)):
+            change = changes.pop(0)
+            chaos.note(change.__name__)
+            change(chaos)
+            federation.wait_until_together(*chaos.names)
         if not deck:
             deck = chaos.chance.sample(list(FAULTS), len(FAULTS))  # each comes before any comes again
         fault = deck.pop()
-        name = chaos.chance.choice(FAULTS[fault])
+        # The last member dials nobody, so its key is of no use to a flood.
+        names = {Chaos.fill_disk: (ON_SMALL_DISK,), Chaos.steal_key: chaos.names[:-1]}.get(fault, chaos.names)
+        name = chaos.chance.choice(names)
         chaos.note(fault.__name__, member=name)
         fault(chaos, name)
-        federation.wait_until_together(*NAMES)
-        chaos.note("together", iteration=federation.iteration(NAMES[0]))
-        chaos.look_for_accusations(*NAMES)
+        federation.wait_until_together(*chaos.names)
+        chaos.note("together", iteration=federation.iteration(name))
+        chaos.look_for_accusations(*chaos.names)
         chaos.look_at_resources()
 
     def agree() -> bool:
@@ -315,10 +387,11 @@ def test_a_federation_survives_faults_of_one_member_after_another(chaos: Chaos) 
         chaos.note("states", iterations=sorted(common), spread=[float(each) for each in spread])
         return 0.0 in spread
 
+    assert not changes
     until(agree, "all members hold the same parameters", patience=120.0)
-    for name in NAMES:
+    for name in chaos.names:
         federation.signal(name, signal.SIGTERM)
     federation.finish()
-    for name in NAMES:
+    for name in chaos.names:
         assert federation.events(name)[-1]["event"] == "end"
-    chaos.look_for_accusations(*NAMES)
+    chaos.look_for_accusations(*chaos.names)
