@@ -203,10 +203,6 @@ def _report_full_disk(log: Log, path: Path, over: bool) -> None:
 
 def _write_results(store: Store, settings: Settings, peer: members.Peer) -> RunDirectory:
     """Write what this member has learned and recorded, as a run of one agent."""
-    path = store.path / "run"
-    if path.exists() and RunDirectory.open(path).complete:
-        return RunDirectory.open(path)
-    directory = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, settings)
     records = {record["iteration"]: record for record in store.read_progress()}
     iterations = range(peer.num_iterations)
     metrics = {
@@ -215,5 +211,13 @@ def _write_results(store: Store, settings: Settings, peer: members.Peer) -> RunD
     # A member that was behind in iteration T̂ has no θ_T̂.
     uniform = np.full_like(peer.parameters, np.nan) if (kept := store.output()) is None else kept
     run = Run.of(settings, peer.plan, metrics=metrics, last=peer.parameters[None, None], uniform=uniform[None, None])
-    directory.write_results(run)
+    path = store.path / "run"
+    try:
+        exists = (path / "config.json").is_file()  # on a full disk, an earlier try may have left an empty directory
+        directory = RunDirectory.open(path) if exists else RunDirectory.create(path, settings)
+        if not directory.complete:
+            directory.write_results(run)
+    except OSError as error:
+        words = "training has finished, and the same command writes the results again"
+        raise OSError(f"{path} cannot be written: {error.strerror or error}; {words}.") from None
     return directory
