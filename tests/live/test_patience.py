@@ -7,6 +7,8 @@ from itertools import product
 import pytest
 
 from byzpg.live.patience import Patience
+from byzpg.live.rehearsal import Late as LateMessages
+from byzpg.live.rehearsal import parse_attack
 
 # Whether the attacker is late for a member in an iteration and a phase; the number of honest members, and chance.
 Late = Callable[[int, int, int, int, random.Random], bool]
@@ -71,3 +73,13 @@ def test_a_pause_is_waited_for_and_not_longer() -> None:
         patience.end(now)
         patience.sent(1)
     assert waited == pytest.approx(3 * GRACE)
+
+
+@pytest.mark.parametrize(
+    ("text", "attack"),
+    [("late(0.2)", LateMessages(0.2)), ("Late(2, 1, 16)", LateMessages(2.0, victims=1, rounds=16))],
+)
+def test_late_messages_are_rehearsed_by_name(text: str, attack: LateMessages) -> None:
+    assert parse_attack(text) == attack
+    with pytest.raises(ValueError, match=r"late\(SECONDS\)"):
+        parse_attack("late(-1)")
