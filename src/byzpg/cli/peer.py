@@ -60,7 +60,8 @@ class Peer:
     """Next private key of this member, if an amendment gives it a new one. Default: the key stays the same."""
     attack: str | None = None
     """Attack of this member, in rehearsals only: SignFlip, LargeNoise, Zero, NonFinite, Silent, Equivocate,
-    RandomAction, RewardFlip, RandomReward, garbage, oversized or slow. Default: the member is honest."""
+    RandomAction, RewardFlip, RandomReward, garbage, oversized, slow or late(SECONDS). Default: the member is
+    honest."""
     seed: int | None = None
     """Seed of the random numbers, in rehearsals only. Default: the random numbers are secret."""
 

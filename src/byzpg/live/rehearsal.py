@@ -19,7 +19,9 @@ from byzpg.robust.components import Component, plain_name, unknown
 WireFault = Literal["garbage", "oversized", "slow"]
 WIRE_FAULTS: tuple[WireFault, ...] = get_args(WireFault)
 OVERSIZED_BYTES = 2**26
-LATE = re.compile(r"late\((?P<seconds>[0-9.]+)(?:, *(?P<victims>[0-9]+)(?:, *(?P<rounds>[0-9]+))?)?\)", re.IGNORECASE)
+LATE = re.compile(
+    r"late\((?P<seconds>[0-9]+\.?[0-9]*)(?:, *(?P<victims>[0-9]+)(?:, *(?P<rounds>[0-9]+))?)?\)", re.IGNORECASE
+)
 POLL_SECONDS = 0.001
 # Attacks that need not know what the other members will send, which a live member learns only afterwards.
 ALONE = (
