@@ -519,10 +519,9 @@ class LivePeer:
             first = self._saved(0)
             return lambda: self._finished(step, first, {})
         phase = self.course.phase(step)
-        received = np.zeros((self.course.num_members, self.computation.dimension), np.float32)
+        received = np.empty((self.course.num_members, self.computation.dimension), np.float32)
         for sender, message in enumerate(action.messages):
-            if message is not None:
-                received[sender] = message.vector
+            received[sender] = 0.0 if message is None else message.vector
         present = np.asarray([message is not None for message in action.messages])
         vector = self.computation.combine(iteration, phase, received, present)
         self.computation.observe(self.status, iteration, phase)

@@ -41,6 +41,10 @@ def is_sound(vectors: Vectors) -> Array:
     return jnp.sum(jnp.square(vectors), axis=-1) < NORM_LIMIT**2
 
 
+# For longer vectors, np.dot would wake up all threads of the linear algebra library for every message.
+ONE_THREAD = 10_000
+
+
 def is_sound_on_host(vector: np.ndarray) -> bool:
     """As `is_sound`, for one vector [d] that arrived from a network, without JAX.
 
@@ -51,9 +55,9 @@ def is_sound_on_host(vector: np.ndarray) -> bool:
         >>> is_sound_on_host(np.array([1.0, 2.0], np.float32)), is_sound_on_host(np.array([np.inf, 2.0], np.float32))
         (True, False)
     """
-    # Not np.dot: it would wake up all threads of the linear algebra library for every message.
     with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.einsum("i,i", vector, vector) < (NORM_LIMIT / 2) ** 2)
+        squares = vector.dot(vector) if len(vector) <= ONE_THREAD else np.einsum("i,i", vector, vector)
+    return bool(squares < (NORM_LIMIT / 2) ** 2)
 
 
 def squared_distances(gram: Array) -> Array:
