@@ -9,6 +9,7 @@ import pytest
 from live_world import Secret, World, violation
 
 from byzpg.live.protocol import (
+    ABSENT_AFTER,
     ALARM_AFTER,
     NOTHING,
     Action,
@@ -20,6 +21,7 @@ from byzpg.live.protocol import (
     Course,
     Evidence,
     Finished,
+    Forgotten,
     Log,
     Message,
     Protocol,
@@ -520,3 +522,152 @@ def test_f_attackers_cannot_make_a_member_believe_that_it_is_behind() -> None:
     assert not protocol.is_behind
     protocol.received(vector(2, 3))
     assert protocol.is_behind
+
+
+# What a member may have signed and forgotten
+
+
+def test_a_member_that_may_have_forgotten_a_message_signs_no_other_one() -> None:
+    protocol = member(1, True, silent_through=4)
+    assert protocol.start()[-1] == Begin(1)
+    clear(protocol)
+    assert protocol.computed(3, np.zeros(1)) == [], "it may have signed step 3"
+    assert [action.to for action in of(Send, protocol.timer_fired("retry", 3)) if isinstance(action, Send)] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    for other in range(1, MEMBERS):
+        assert not of(Adopt, protocol.received(state(other, 1))), "that is its own iteration"
+    actions = [action for other in range(1, MEMBERS) for action in protocol.received(state(other, 2))]
+    assert of(Adopt, actions)
+    protocol.adopted(2)
+    assert of(Send, protocol.computed(5, np.zeros(1)))
+
+
+def test_a_member_that_may_have_forgotten_a_message_sends_what_it_has() -> None:
+    kept = vector(OWN, 3, value=2.0)
+    protocol = member(1, True, {3: kept}, silent_through=4)
+    protocol.start()
+    assert of(Send, protocol.computed(3, np.zeros(1))) == [Send(other, kept) for other in range(1, MEMBERS)]
+    assert protocol.received(ask(1, 0))[-1].message.kind == "echo"  # pyright: ignore
+    assert not of(SendState, protocol.received(ask(1, 1))), "it may have signed another state"
+    assert not protocol.may_reserve(1), "a new mark would cover up what is missing"
+    assert protocol.may_reserve(2)
+
+
+def test_an_echo_reminds_a_member_of_what_it_has_forgotten() -> None:
+    protocol = member(1, True)
+    protocol.start()
+    forgotten = vector(OWN, 5, value=9.0).receipt
+    (report,) = of(Forgotten, protocol.received(echo(2, forgotten)))
+    assert report == Forgotten(forgotten, 2)
+    assert protocol.silent_through == protocol.course.last_step(2)
+    forged = Receipt(OWN, 6, b"12345678", b"nonsense")
+    other = vector(3, 5).receipt
+    for receipt in (forged, other):
+        assert not of(Forgotten, protocol.received(echo(3, receipt))), "only its own signature counts"
+
+
+def test_a_receipt_of_its_own_message_reminds_it_too() -> None:
+    protocol = at_step(3)
+    protocol.computed(3, np.zeros(1))
+    twin = vector(OWN, 3, value=9.0).receipt  # another process uses its key
+    reminding = SECRETS[1].seal("vector", 4, np.zeros(1), (twin,))
+    assert of(Forgotten, protocol.received(reminding)) == [Forgotten(twin, 1)]
+    assert protocol.is_silent is False, "it has its message of step 3"
+    own = protocol.sent[3].receipt
+    assert not of(Forgotten, protocol.received(SECRETS[2].seal("vector", 4, np.zeros(1), (own,))))
+
+
+def test_a_started_member_signs_nothing_before_the_others_have_echoed() -> None:
+    protocol = member(1, True)
+    protocol.start()
+    assert protocol.computed(3, np.zeros(1)) == [SetTimer("echoes", 3)]
+    for other in (1, 2):
+        assert protocol.received(echo(other, None)) == []
+    assert not of(Log, protocol.timer_fired("echoes", 3)), "K − f have to be heard"
+    assert protocol.received(echo(3, None)) == [], "the last one may come"
+    actions = protocol.timer_fired("echoes", 3)
+    assert of(Log, actions), "it did not"
+    assert protocol.timer_fired("echoes", 3) == []
+
+
+def test_a_member_without_a_mark_is_silent_where_it_may_have_been() -> None:
+    protocol = member(1, True, forgetful=True)
+    protocol.start()
+    protocol.computed(3, np.zeros(1))
+    for other in range(1, MEMBERS):
+        protocol.received(echo(other, None))
+    assert not protocol._cleared, "it does not know where the others are"
+    assert not protocol.may_reserve(1)
+    for other in range(1, MEMBERS):
+        protocol.received(vector(other, 3))
+    protocol.timer_fired("echoes", 3)
+    assert protocol.silent_through == protocol.course.last_step(2), "the iteration after that of the others"
+    assert protocol.is_silent
+
+
+# States
+
+
+def test_after_a_while_2f_plus_1_states_are_enough() -> None:
+    protocol = at_step(1)
+    protocol.computed(1, np.zeros(1))
+    for other in (1, 2):
+        protocol.received(state(other, 2))
+    assert not of(Adopt, protocol.timer_fired("retry", 1))
+    assert not of(Adopt, protocol.received(state(3, 2))), "K − f may come"
+    (adopt,) = of(Adopt, protocol.timer_fired("retry", 1))
+    assert isinstance(adopt, Adopt)
+    assert [each is not None for each in adopt.states] == [False, True, True, True, False]
+
+
+def test_contradictory_states_are_evidence() -> None:
+    protocol = at_step(1)
+    one, other = state(2, 2), SECRETS[2].seal("state", 5, np.ones(1), ())
+    assert protocol.received(one) == []
+    assert protocol.received(other) == [Evidence(one.receipt, other.receipt, "state")]
+    assert protocol.masked == {2}
+    assert protocol.received(one) == [Count(2, "masked")]
+    assert not protocol._states.get(2)
+
+
+# Members that are not awaited
+
+
+def without_the_last(protocol: Protocol) -> list[Action]:
+    """Take a member through its round with the messages of all but the last one."""
+    step = protocol.step
+    actions = protocol.computed(step, np.zeros(1))
+    for other in range(1, MEMBERS - 1):
+        actions = protocol.received(vector(other, step))
+    ended = bool(of(Combine, actions))
+    actions = actions if ended else protocol.timer_fired("grace", step)
+    if protocol.course.phase(step) == protocol.course.rounds:
+        protocol.finished(step)
+    return [Finished()] if ended else actions
+
+
+def test_a_member_that_is_absent_again_and_again_is_not_awaited_until_it_is_heard() -> None:
+    protocol = at_step(1)
+    waited = [without_the_last(protocol) != [Finished()] for _ in range(ABSENT_AFTER)]
+    assert all(waited)
+    assert protocol.absent == {MEMBERS - 1}
+    assert without_the_last(protocol) == [Finished()], "the round ends with the messages of the others"
+    protocol.received(vector(MEMBERS - 1, protocol.step - 1))  # late, but it is back
+    assert not protocol.absent
+    assert without_the_last(protocol) != [Finished()]
+
+
+def test_an_equivocator_is_not_awaited_and_counts_no_more() -> None:
+    protocol = at_step(1)
+    protocol.received(vector(4, 1))
+    assert of(Evidence, protocol.received(vector(4, 1, value=1.0)))
+    assert without_the_last(protocol) == [Finished()], "its first message has counted already"
+    assert protocol.received(vector(4, 2)) == [Count(4, "masked")]
+    assert without_the_last(protocol) == [Finished()]
+    assert protocol.received(vector(4, 7)) != [Count(4, "masked")], (
+        "at a barrier it is one of those that leave together"
+    )
