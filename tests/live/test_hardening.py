@@ -30,6 +30,7 @@ from rich.console import Console
 from byzpg import load
 from byzpg.cli.watch import members_table
 from byzpg.live.identity import read_key
+from byzpg.live.links import MOST_WASTE
 from byzpg.live.manifest import Times
 from byzpg.live.member import Options, take_part
 from byzpg.live.observe import Answer, Observer, Statuses, parse_status
@@ -300,11 +301,11 @@ def test_a_flood_costs_a_member_little_time(federation: Federation) -> None:
         until(lambda: statuses(federation)["bob"]["others"]["erin"]["rejected"].get("malformed"), "the flood has begun")
         for kind, victim in FLOODS.items():
             choice.write_text(f"{kind} {victim}")
-            time.sleep(1.0)  # in which it uses up what it has saved
-            began, spent = time.monotonic(), processor_seconds(federation, NAMES[victim])
-            time.sleep(2.0)
-            share = (processor_seconds(federation, NAMES[victim]) - spent) / (time.monotonic() - began)
-            assert share < 0.4, f"{kind}: {share:.0%} of a core"
+            began, before = time.monotonic(), processor_seconds(federation, NAMES[victim])
+            time.sleep(4.0)
+            spent = processor_seconds(federation, NAMES[victim]) - before
+            # A tenth of the time may be wasted, and what was saved before; the victim is not idle otherwise either.
+            assert spent < MOST_WASTE + 0.35 * (time.monotonic() - began), f"{kind}: {spent} s of processor time"
         assert federation.events("dave", "equivocation"), "two vectors of one step"
         assert not federation.events("bob", "equivocation")
     finally:

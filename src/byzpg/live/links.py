@@ -41,7 +41,7 @@ SPOKEN, CHOSEN = "byzpg-versions", "byzpg-version"
 # a member that provably equivocated.
 WASTE, MOST_WASTE, RESTRAINED_WASTE = 0.1, 0.5, 0.005
 # What gRPC and the system spend on a frame and on a byte, which cannot be measured here.
-FRAME_SECONDS, BYTES_PER_SECOND = 1.5e-4, 5e8
+FRAME_SECONDS, BYTES_PER_SECOND = 2e-4, 5e8
 
 # What a received frame was worth: "bad" if it was no valid message, "useless" if it changed nothing for this member.
 Received = Literal["useful", "useless", "bad"]
@@ -170,6 +170,10 @@ class Events:
     amended: Callable[[bytes], None]  # another member passes on an amendment, which can be any bytes
 
 
+def _seconds(frame: bytes) -> float:
+    return FRAME_SECONDS + len(frame) / BYTES_PER_SECOND
+
+
 @dataclass
 class Allowance:
     """Seconds of this member's time that another one may waste."""
@@ -238,7 +242,7 @@ class Links:
         self._reported: dict[int, str] = {}
         self.versions: dict[int, int] = {}  # of the protocol, by connected member
         self._allowances = [Allowance() for _ in manifest.members]
-        self._bytes_queued = [0 for _ in manifest.members]
+        self._seconds_queued = [0.0 for _ in manifest.members]
         limit = connection_limit(len(manifest.members))
         port = int(listen.rpartition(":")[2])
         self._door = Door(port, len(manifest.members), limit, self._closed_strangers)
@@ -272,7 +276,7 @@ class Links:
     def send(self, to: int, message: Message, frame: bytes | None = None) -> None:
         """Queue a message for a member, or other bytes in its place."""
         frame = message.frame if frame is None else frame
-        self._bytes_queued[to] += len(frame)
+        self._seconds_queued[to] += _seconds(frame)
         self._mailboxes[to].put(message, frame)
 
     @property
@@ -506,11 +510,11 @@ class Links:
         bad, allowance = 0, self._allowances[other]
         while isinstance(frame := await read(), bytes):
             self.bytes_received += len(frame)
-            began, queued = perf_counter(), self._bytes_queued[other]
+            began, queued = perf_counter(), self._seconds_queued[other]
             worth = self.events.received(other, frame)
             if worth != "useful":
-                num_bytes = len(frame) + self._bytes_queued[other] - queued
-                spent = perf_counter() - began + FRAME_SECONDS + num_bytes / BYTES_PER_SECOND
+                answers = self._seconds_queued[other] - queued
+                spent = perf_counter() - began + _seconds(frame) + answers
                 if pause := allowance.spend(spent, perf_counter()):
                     await asyncio.sleep(pause)
             bad = bad + 1 if worth == "bad" else 0
