@@ -33,7 +33,7 @@ from byzpg.live.identity import Member, PrivateIdentity, generate, read_card, re
 from byzpg.live.manifest import FIXED, Manifest, Times, new_manifest
 from byzpg.live.protocol import Course, Evidence
 from byzpg.live.store import Store
-from byzpg.live.wire import Codec, verify_evidence
+from byzpg.live.wire import Codec, prove
 
 IDENTITIES = [generate(name, f"{name}.example:7000") for name in ("ada", "bob", "cy", "di", "eve")]
 MEMBERS = [member for member, _ in IDENTITIES]
@@ -1017,10 +1017,10 @@ def test_kept_evidence_proves_what_it_says(store):
     heads = codec.head(first), codec.head(second)
     path = store.keep_evidence(MANIFEST, Evidence(first, second), heads)
     found = json.loads(path.read_text())
-    assert verify_evidence(MANIFEST, found) == "bob signed two different messages for iteration 0, agreement round 1"
+    assert prove(MANIFEST, found).words == "bob signed two different messages for iteration 0, agreement round 1"
     forged = deepcopy(found)
     forged["messages"][0]["signature"] = found["messages"][1]["signature"]
     with pytest.raises(ValueError, match="forged"):
-        verify_evidence(MANIFEST, forged)
+        prove(MANIFEST, forged)
     # The same two messages in the other order go to the same file.
     assert store.keep_evidence(MANIFEST, Evidence(second, first), heads[::-1]) == path

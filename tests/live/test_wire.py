@@ -322,9 +322,14 @@ def test_two_messages_for_one_step_are_evidence(step, where):
     assert proof == (MANIFEST.members[1], f"bob signed two different messages for {where}")
 
 
+def test_two_states_for_one_iteration_are_evidence():
+    found = evidence(seal("state", 4, FINAL), seal("state", 4, -FINAL))
+    assert wire.prove(MANIFEST, found).words == "bob signed two different states for the beginning of iteration 1"
+
+
 def test_two_messages_at_a_barrier_are_evidence_if_their_receipts_differ():
     one, other = (seal("vector", LAST, NOTHING, receipts_of(LAST - 1, senders)) for senders in ((2,), (3,)))
-    assert wire.verify_evidence(MANIFEST, evidence(one, other)).endswith("iteration 3, a barrier")
+    assert wire.prove(MANIFEST, evidence(one, other)).words.endswith("iteration 3, a barrier")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +339,6 @@ def test_two_messages_at_a_barrier_are_evidence_if_their_receipts_differ():
         (evidence(ONE, seal("vector", 2, -VECTOR)), "are no equivocation"),
         (evidence(ONE, seal("vector", 1, -VECTOR, sender=2)), "are no equivocation"),
         (evidence(seal("ask", 1, NOTHING), ONE), "are no equivocation"),
-        (evidence(seal("state", 1, FINAL), seal("state", 1, -FINAL)), "are neither vectors nor states"),
         ({"messages": [part(ONE), part(OTHER, signature=bytes(64).hex())]}, "has not signed both"),
         ({"messages": [part(ONE, signature=part(OTHER)["signature"]), part(OTHER)]}, "has not signed both"),
         ({"messages": [part(ONE), part(OTHER, signature="00")]}, "has not signed both"),
@@ -366,7 +370,7 @@ def test_two_messages_at_a_barrier_are_evidence_if_their_receipts_differ():
 )
 def test_evidence_that_proves_nothing_is_refused(found, words):
     with pytest.raises(ValueError, match=words):
-        wire.verify_evidence(MANIFEST, found)
+        wire.prove(MANIFEST, found)
 
 
 def test_two_asks_for_one_step_are_no_equivocation():
@@ -374,13 +378,13 @@ def test_two_asks_for_one_step_are_no_equivocation():
     heads = [build(kind=ASK, dimension=0, content=content) for content in (b"", b"more")]
     found = {"messages": [{"head": f[: HEAD.size].hex(), "signature": f[HEAD.size : FIXED_BYTES].hex()} for f in heads]}
     with pytest.raises(ValueError, match="are neither vectors nor states"):
-        wire.verify_evidence(MANIFEST, found)
+        wire.prove(MANIFEST, found)
 
 
 @pytest.mark.parametrize("manifest", [ANOTHER_MANIFEST, replace(MANIFEST, run=str(uuid4()))], ids=["manifest", "run"])
 def test_evidence_is_valid_under_its_own_manifest_only(manifest: Manifest):
     with pytest.raises(ValueError, match="do not belong to this manifest and run"):
-        wire.verify_evidence(manifest, evidence(ONE, OTHER))
+        wire.prove(manifest, evidence(ONE, OTHER))
 
 
 # Fuzz

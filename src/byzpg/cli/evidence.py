@@ -29,14 +29,14 @@ class Evidence:
 
     def run(self) -> None:
         from byzpg.live.manifest import Manifest
-        from byzpg.live.wire import verify_evidence
+        from byzpg.live.wire import prove
 
         if not self.evidence:
             raise ValueError("evidence verify needs at least one file.")
         manifest = Manifest.load(self.manifest)
         for path in self.evidence:
             try:
-                proven = verify_evidence(manifest, json.loads(path.read_text()))
+                proven = prove(manifest, json.loads(path.read_text())).words
             except (ValueError, OSError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from None
             say(f"{path}: proven. {proven}.")

@@ -253,7 +253,3 @@ def prove(manifest: Manifest, evidence: object) -> Proof:
         return Proof(member, f"{member.name} signed two different states for the beginning of iteration {iteration}")
     where = "gradients" if phase == 0 else "a barrier" if phase == BARRIER else f"agreement round {phase}"
     return Proof(member, f"{member.name} signed two different messages for iteration {iteration}, {where}")
-
-
-def verify_evidence(manifest: Manifest, evidence: object) -> str:
-    return prove(manifest, evidence).words
