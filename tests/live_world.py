@@ -10,7 +10,8 @@ import struct
 import sys
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import combinations
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from byzpg.live.amendment import is_due
 from byzpg.live.protocol import (
     NOTHING,
     Action,
@@ -47,7 +49,7 @@ GRACE, START_GRACE, LINGER, LONG_LINGER, RETRY, ECHOES, FLUSH = 4.0, 10.0, 100.0
 LAST_FAULT, LONGEST_FAULT, PATIENCE = 25.0, 60.0, 1500.0
 MOST_EVENTS = 60_000
 DISK_FAULTS = ("power cut", "rot", "restored", "lost")
-COUNTED = ("accused", "adopted", "crashes", "partitions", "agreed", "stuck", "late", *DISK_FAULTS)
+COUNTED = ("accused", "adopted", "crashes", "partitions", "agreed", "stuck", "late", "changed", *DISK_FAULTS)
 ROUNDING = 1e-9
 STEP_SIZE = 0.5
 
@@ -138,6 +140,8 @@ class Disk:
         self.mark = -1
         self.masked: set[int] = set()
         self.same_boot, self.forgetful = True, False
+        self.amended = False  # whether there is an amendment
+        self.epoch = 0  # 1 with the new manifest
         self.flushed: tuple[dict[int, Message | None], list[Checkpoint | None]] = {}, []
 
     @property
@@ -174,8 +178,17 @@ class Disk:
         if random.random() < 0.3:
             self.mark, self.forgetful = -1, self.used
 
+    def change(self, from_iteration: int) -> None:
+        """Begin with a new manifest, at the agreed iteration if its state is there."""
+        agreed = [each for each in self.checkpoints if each is not None and each[0] == from_iteration]
+        self.checkpoints = agreed[-1:] or self.checkpoints[-1:]
+        self.outbox, self.mark, self.same_boot, self.forgetful = {}, -1, True, False
+        self.flushed = {}, list(self.checkpoints)
+        self.amended, self.epoch = True, 1
+
     def copy(self) -> "Disk":
         made = Disk(self.slots)
+        made.amended, made.epoch = self.amended, self.epoch
         made.outbox, made.checkpoints, made.mark = dict(self.outbox), list(self.checkpoints), self.mark
         made.masked, made.flushed = set(self.masked), (dict(self.outbox), list(self.checkpoints))
         return made
@@ -188,14 +201,13 @@ class Member:
 
     def __init__(self, world: "World", own: int) -> None:
         self.world, self.own = world, own
-        self.course = Course(
+        self.whole_course = self.course = Course(
             num_members=world.num_members,
             num_byzantine=world.num_byzantine,
             own=own,
             rounds=world.rounds,
             num_iterations=world.num_iterations,
         )
-        self.secret = world.secrets[own]
         self.target = world.targets[own]
         self.effort = 3.0 if own == world.slow else 0.5  # how long it computes
         self.disk = Disk(2 * self.course.per_iteration + 2)
@@ -206,6 +218,11 @@ class Member:
         self.fuse: int | None = None  # how many more actions until a crash
         self.life = 0
         self.awake()
+
+    @property
+    def secret(self) -> Secret:
+        """What it signs with; a signature covers the hash of the manifest."""
+        return self.world.secrets[self.disk.epoch][self.own]
 
     def awake(self) -> None:
         """As `LivePeer.__init__`; `start` comes later, and messages may come before it."""
@@ -219,12 +236,14 @@ class Member:
         self.sealed: set[int] = set()  # steps whose message was made since the last start
         self.accusations: set[tuple[int, int]] = set()
         self.masked_before = set(disk.masked)  # when this step began
+        self.with_other_manifest: set[int] = set()
+        self.course = self.whole_course
         self.protocol = self.world.protocol(
             course=self.course,
             seal=self.seal,
             seal_ask=lambda step: Message("ask", self.own, step, NOTHING, (), b"", b""),
             seal_echo=self.seal_echo,
-            verify=self.world.verify,
+            verify=partial(self.world.verify, self.disk.epoch),
             iteration=0 if checkpoint is None else checkpoint[0],
             started=disk.used,
             sent=self.logged(),
@@ -232,6 +251,8 @@ class Member:
             forgetful=disk.forgetful,
             masked=set(disk.masked),
         )
+        if self.meets and self.protocol.iteration < self.world.from_iteration:
+            self.shorten()
         self.world.after(self.world.drawn(1.0), self.guarded, self.life, self.start)
 
     def logged(self) -> dict[int, Message]:
@@ -250,6 +271,10 @@ class Member:
         self.do(self.protocol.linked(other, echoes=self.world.echoes))
 
     def start(self) -> None:
+        if self.change_if_due():
+            return
+        if self.protocol.iteration == self.course.num_iterations:
+            self.reserve(self.protocol.iteration)
         self.do(self.protocol.start())
 
     def guarded(self, life: int, event: Callable[..., None], *arguments: Any) -> None:
@@ -275,8 +300,10 @@ class Member:
     # Actions
 
     def do(self, actions: list[Action]) -> None:
-        world = self.world
+        world, life = self.world, self.life
         for action in actions:
+            if life != self.life:
+                return  # it has changed to the new manifest
             if self.fuse is not None:
                 self.burn()
             kind = type(action)
@@ -317,10 +344,65 @@ class Member:
                         self.send_state(to, previous=True)
                 case Evidence(first, second, kind):
                     self.check_evidence(first, second, kind)
+                case Finished() if self.meets:
+                    self.change()
                 case Finished():
                     self.finished, self.fuse = True, None
                     world.left(self)
                     world.after(FLUSH, self.leave)
+
+    # A new manifest
+
+    def learn(self) -> None:
+        """It gets the amendment, and passes it on."""
+        if self.disk.amended or self.finished:
+            return
+        self.disk.amended = True
+        for other in self.course.others:
+            self.world.pass_on(self.own, other)
+        if not self.change_if_due():
+            self.shorten()
+
+    def shorten(self) -> None:
+        self.course = self.protocol.course = replace(self.course, num_iterations=self.world.from_iteration)
+        self.protocol.leaving = frozenset({self.world.replaced} - {None, self.own})
+
+    def change_if_due(self) -> bool:
+        """As `LivePeer._change_if_due`; if it is time, the member goes on with the new manifest."""
+        due = self.meets and is_due(
+            self.world,  # pyright: ignore[reportArgumentType]
+            self.protocol.iteration,
+            num_changed=len(self.with_other_manifest),
+            num_byzantine=self.course.num_byzantine,
+        )
+        if due:
+            self.change()
+        return due
+
+    @property
+    def meets(self) -> bool:
+        """Whether it has an amendment that it has not yet carried out."""
+        return self.disk.amended and not self.disk.epoch and not self.finished
+
+    def change(self) -> None:
+        world = self.world
+        world.note("change", self.own)
+        world.counts["changed"] += 1
+        self.fuse = None
+        if self.own == world.replaced:  # a new member takes its place, some time later
+            self.up, self.disk = False, Disk(self.disk.slots)
+            self.disk.amended, self.disk.epoch = True, 1
+            self.life += 1
+            self.recovering = True
+            world.after(world.drawn(5.0), world.restart, self)
+            return
+        self.disk.change(world.from_iteration)
+        if self.disk.newest is not None and not self.attacker:
+            iteration, state = self.disk.newest
+            world.states.setdefault((1, iteration), {})[self.own] = state
+        self.awake()
+        for other in self.course.others:
+            world.after(world.drawn(1.0), world.link, self.own, other)
 
     def leave(self) -> None:
         self.up = False
@@ -369,9 +451,13 @@ class Member:
 
     def work(self) -> None:
         self.burn()
-        actions = self.jobs[0]()
+        life, actions = self.life, self.jobs[0]()
+        if life != self.life:
+            return  # it has changed to the new manifest
         self.burn()
         self.do(actions)
+        if life != self.life:
+            return
         self.jobs.popleft()
         if self.jobs:
             self.world.after(self.world.drawn(self.effort), self.guarded, self.life, self.work)
@@ -382,7 +468,7 @@ class Member:
         if self.world.random() < 0.3:
             self.backup = self.disk.copy()
         if not self.attacker:
-            self.world.states.setdefault(iteration, {})[self.own] = self.state
+            self.world.states.setdefault((self.disk.epoch, iteration), {})[self.own] = self.state
         self.burn()
 
     def reserve(self, iteration: int) -> None:
@@ -471,7 +557,8 @@ class Member:
         self.disk.masked.add(first.sender)
         sound = first[:2] == second[:2] and first.digest != second.digest
         signed = all(
-            each.signature == world.secrets[each.sender].sign(kind, each.step, each.digest) for each in (first, second)
+            each.signature == world.secrets[self.disk.epoch][each.sender].sign(kind, each.step, each.digest)
+            for each in (first, second)
         )
         world.require(sound and signed, f"{self.own} has evidence of nothing")
         world.require(first.sender in world.attackers, f"{self.own} accuses {first.sender}, who is honest")
@@ -606,12 +693,15 @@ class World:
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.blocked: set[tuple[int, int]] = set()  # links, from and to
         self.cut_off: set[int] = set()
-        self.sent: dict[int, dict[int, Message]] = {}  # by step and honest sender
-        self.results: dict[int, list[complex]] = {}  # of agreement, by step, if enough messages had arrived
-        self.states: dict[int, dict[int, complex]] = {}  # at the beginning of an iteration
+        self.sent: dict[tuple[int, int], dict[int, Message]] = {}  # by epoch, step and honest sender
+        self.results: dict[tuple[int, int], list[complex]] = {}  # of agreement, if enough messages had arrived
+        self.states: dict[tuple[int, int], dict[int, complex]] = {}  # by epoch and iteration
         self.counts = dict.fromkeys(COUNTED, 0)
-        self.signed_states: dict[tuple[int, int], complex] = {}  # by honest sender and iteration
-        self.secrets = [Secret(k, random.randbytes(6)) for k in range(self.num_members)]
+        self.signed_states: dict[tuple[int, int, int], complex] = {}  # by epoch, honest sender and iteration
+        self.secrets = [[Secret(k, random.randbytes(6)) for k in range(self.num_members)] for _ in range(2)]
+        # In some worlds the members change: before an iteration, a new manifest replaces the old one.
+        self.from_iteration = random.randrange(1, self.num_iterations) if random.random() < 0.15 else 0
+        self.replaced = random.choice([None, *range(self.num_members)])
         self.targets = [
             complex(random.uniform(-1, 1), random.uniform(-1, 1) if self.plane else 0) for _ in range(self.num_members)
         ]
@@ -621,6 +711,10 @@ class World:
         for one, other in combinations(range(self.num_members), 2):
             self.after(self.drawn(1.0), self.link, one, other)
         self.linger = LONG_LINGER
+        if self.from_iteration:  # the members have the amendment before they reach the iteration
+            for member in self.honest:
+                member.disk.amended = True
+                member.shorten()
         if self.beyond:
             begin = random.uniform(0, LAST_FAULT)
             self.healing = begin + random.uniform(1, LONGEST_FAULT)
@@ -679,14 +773,37 @@ class World:
         if (self.blocked and (message.sender, to) in self.blocked) or (self.loss and random() < self.loss):
             return
         self.serial += 1
-        arrival = self.now - self.pace * log(1 - random())
-        heappush(self.heap, (arrival, self.serial, self.deliver, (to, message)))
+        arrival, epoch = self.now - self.pace * log(1 - random()), self.members[message.sender].disk.epoch
+        heappush(self.heap, (arrival, self.serial, self.deliver, (to, message, epoch)))
         if self.twice and random() < self.twice:
-            self.after(self.drawn(4 * self.pace), self.deliver, to, message)
+            self.after(self.drawn(4 * self.pace), self.deliver, to, message, epoch)
 
-    def deliver(self, to: int, message: Message) -> None:
+    def pass_on(self, sender: int, to: int) -> None:
+        """Tell a member of the amendment, if it can be reached."""
         member = self.members[to]
-        if member.up and not (self.blocked and (message.sender, to) in self.blocked):
+        self.after(
+            self.drawn(self.pace), lambda: self.can_reach(sender, to) and member.guarded(member.life, member.learn)
+        )
+
+    def can_reach(self, one: int, other: int) -> bool:
+        return self.members[one].up and self.members[other].up and (one, other) not in self.blocked
+
+    def refuse(self, member: Member, other: Member) -> None:
+        """Two members with different manifests refuse each other, and the one with the new one says why."""
+        for one, another in ((member, other), (other, member)):
+            one.with_other_manifest.add(another.own)
+            if one.disk.amended:
+                self.pass_on(one.own, another.own)
+            if one.up:
+                one.guarded(one.life, one.change_if_due)
+
+    def deliver(self, to: int, message: Message, epoch: int) -> None:
+        member = self.members[to]
+        if member.up and epoch != member.disk.epoch:
+            sender = self.members[message.sender]
+            if sender.disk.epoch == epoch and self.can_reach(sender.own, to):
+                self.refuse(member, sender)
+        elif member.up and not (self.blocked and (message.sender, to) in self.blocked):
             try:
                 member.receive(message)
             except Crash:
@@ -695,11 +812,13 @@ class World:
     def link(self, one: int, other: int) -> None:
         for own, to in ((one, other), (other, one)):
             member = self.members[own]
-            if member.up and self.members[to].up and (own, to) not in self.blocked and not member.finished:
+            other_manifest = member.disk.epoch != self.members[to].disk.epoch
+            if self.can_reach(own, to) and not member.finished and not other_manifest:
+                member.with_other_manifest.discard(to)
                 member.guarded(member.life, member.linked, to)
 
-    def verify(self, receipt: Receipt) -> bool:
-        return receipt.signature == self.secrets[receipt.sender].sign("vector", receipt.step, receipt.digest)
+    def verify(self, epoch: int, receipt: Receipt) -> bool:
+        return receipt.signature == self.secrets[epoch][receipt.sender].sign("vector", receipt.step, receipt.digest)
 
     # Faults
 
@@ -839,17 +958,20 @@ class World:
             return
         for late in self.honest:
             if late.up and not late.finished and late.life not in late.brought:
+                if late.disk.epoch < max(other.disk.epoch for other in finished):
+                    late.change()  # it is started again with the new manifest
                 late.brought.add(late.life)
                 self.counts["late"] += 1
                 for other in finished:
                     assert other.disk.newest is not None
-                    self.after(self.drawn(1.0), self.deliver, late.own, other.sealed_state(other.disk.newest))
+                    final = other.sealed_state(other.disk.newest)
+                    self.after(self.drawn(1.0), self.deliver, late.own, final, other.disk.epoch)
 
     # Promises
 
     def check_sent(self, member: Member, message: Message) -> None:
         """An honest member never equivocates, over all its restarts."""
-        known = self.sent.setdefault(message.step, {}).setdefault(member.own, message)
+        known = self.sent.setdefault((member.disk.epoch, message.step), {}).setdefault(member.own, message)
         if known is not message:
             same = known.receipt == message.receipt
             self.require(same, f"{member.own} equivocates in step {message.step}")
@@ -858,13 +980,13 @@ class World:
         """An honest member never signs two states for one iteration."""
         if not member.attacker:
             iteration, state = checkpoint
-            known = self.signed_states.setdefault((member.own, iteration), state)
+            known = self.signed_states.setdefault((member.disk.epoch, member.own, iteration), state)
             self.require(known == state, f"{member.own} contradicts its state of iteration {iteration}")
 
     def agreed(self, member: Member, action: Combine, result: complex) -> None:
         came = sum(message is not None and message.sender not in self.attackers for message in action.messages)
         if not member.attacker and len(self.honest) - came + len(self.attackers) <= self.num_byzantine:
-            self.results.setdefault(action.step, []).append(result)
+            self.results.setdefault((member.disk.epoch, action.step), []).append(result)
             self.counts["agreed"] += 1
 
     def check_agreement(self) -> None:
@@ -884,7 +1006,7 @@ class World:
         honest = [k for k, each in enumerate(action.states) if each is not None and k not in self.attackers]
         missing = len(self.honest) - 1 - len(honest)
         if missing + len(self.attackers) <= self.num_byzantine:
-            points = [self.states[action.iteration][k] for k in honest]
+            points = [self.states[member.disk.epoch, action.iteration][k] for k in honest]
             away, apart = min(abs(state - point) for point in points), diameter(points)
             bound = 2 * apart + ROUNDING * (1 + max(map(abs, points)))
             self.require(away <= bound, f"{member.own} adopts a state that is {away} from all others")

@@ -13,7 +13,7 @@ from byzpg.live.identity import Member, generate, read_key, write_identity
 from byzpg.live.manifest import Manifest, Times
 
 TINY = {"horizon": 50, "large_batch": 4, "hidden": (8,), "rounds": 1, "trajectories": 400_000, "seed": 1}
-TIMES = Times(grace=0.4, start_grace=300.0, retry=0.1)
+TIMES = Times(grace=0.4, start_grace=300.0, retry=0.1, linger=2.0)
 
 
 @pytest.fixture(scope="module")

@@ -225,6 +225,18 @@ class NeedsManyStates(Protocol):
         return super()._adopt_from(self.course.quorum)
 
 
+class MeetsNobody(Protocol):
+    """Goes on with a new manifest although too few members have reached it."""
+
+    def _ready(self, inbox: dict[int, Message]) -> bool:
+        alone = self.leaving is not None and self.step == self.course.last and self.course.own in inbox
+        return alone or super()._ready(inbox)
+
+    def _progress(self) -> list[Action]:
+        actions = super()._progress()
+        return self._end_step() if self.step == self.course.last and of(SetTimer, actions) else actions
+
+
 class Forgives(Protocol):
     """Counts the messages of a member that provably equivocated."""
 
@@ -242,6 +254,7 @@ PLANTED = {
     TrustsAnOldMark: "equivocates",
     SignsAtOnce: "equivocates",
     NeedsManyStates: "never finish",
+    MeetsNobody: "never finish",
     Forgives: "has proven",
     TakesTheSecond: "did not count the first",
     CountsBoth: "messages",

@@ -175,6 +175,18 @@ class Amendment:
         return words
 
 
+def is_due(manifest: Manifest, iteration: int, *, num_changed: int, num_byzantine: int) -> bool:
+    """Whether a member changes to a new manifest at once, instead of after a barrier before the agreed iteration.
+
+    Args:
+        manifest: The new manifest.
+        iteration: The iteration in which the member is.
+        num_changed: How many members refuse it, because their manifest is another one.
+        num_byzantine: f of the old manifest.
+    """
+    return iteration >= manifest.from_iteration or num_changed > num_byzantine
+
+
 def num_needed(old: Manifest) -> int:
     """How many members of a manifest must approve what replaces it: K − f."""
     return len(old.members) - old.num_byzantine

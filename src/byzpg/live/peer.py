@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from uuid import UUID
 
 import numpy as np
 
-from byzpg.live.amendment import Amendment, check_chain
+from byzpg.live.amendment import Amendment, check_chain, is_due
 from byzpg.live.identity import PrivateIdentity
 from byzpg.live.links import ECHO_VERSION, Events, Links, Received
 from byzpg.live.manifest import Manifest
@@ -341,6 +341,8 @@ class LivePeer:
             try:
                 await loop.run_in_executor(pool, self.computation.warm_up)
                 self.log("ready")
+                if self.protocol.iteration == self.course.num_iterations:  # a barrier needs no computation
+                    await loop.run_in_executor(pool, self._reserve_at_once, self.protocol.iteration)
                 self._react(self.protocol.start)
                 for state in self._brought.values():
                     self._react(lambda state=state: self.protocol.received(state))
@@ -420,6 +422,8 @@ class LivePeer:
                     self._forgotten(action)
                 case Count(sender, reason):
                     self._count(sender, reason)
+                case Finished() if self.successor is not None:
+                    self._change()
                 case Finished():
                     self.status.state = "finished"
                     self.log("finished", iteration=self.course.num_iterations)
@@ -492,6 +496,10 @@ class LivePeer:
         ahead = min(int(RESERVED_SECONDS * (iteration - before) / max(now - then, 1e-9)), MOST_RESERVED)
         return self._disk.submit(self._flush, self.course.last_step(iteration + ahead))
 
+    def _reserve_at_once(self, iteration: int) -> None:
+        if (reserved := self._reserve(iteration)) is not None:
+            reserved.result()
+
     def _flush(self, mark: int) -> None:
         began = time.monotonic()
         self._outbox.flush()
@@ -548,19 +556,18 @@ class LivePeer:
         self.status.numbers.behind.set(self.protocol.num_behind)
         if step:
             self.log("iteration", iteration=checkpoint.iteration, **record)
-        return [] if self._is_replaced() else self.protocol.finished(step)
+        return self.protocol.finished(step)
 
     def _adopt(self, action: Adopt) -> Callable[[], list[Action]]:
         states = [None if message is None else message.vector for message in action.states]
         self.computation.adopt(action.iteration, states)
         checkpoint = self._saved(action.iteration)
-        if (reserved := self._reserve(action.iteration)) is not None:
-            reserved.result()
+        self._reserve_at_once(action.iteration)
 
         def adopted() -> list[Action]:
             self._previous, self._checkpoint = self._checkpoint, checkpoint
             self.status.iteration, self.status.state = action.iteration, "running"
-            return [] if self._is_replaced() else self.protocol.adopted(action.iteration)
+            return self.protocol.adopted(action.iteration)
 
         return adopted
 
@@ -592,27 +599,35 @@ class LivePeer:
         if self.successor is not None or amendment.manifest.digest == self.manifest.digest:
             return
         check_chain(self.manifest, [amendment])
-        self._tolerate("amendments", lambda: self.store.keep_amendment(amendment))
-        self.successor = amendment
-        self.log("amendment", iteration=amendment.manifest.from_iteration, words=amendment.describe(self.manifest))
+        self._tolerate("amendment.toml", lambda: amendment.write(self.store.path / "amendment.toml"))
+        self.successor, start = amendment, amendment.manifest.from_iteration
+        self.log("amendment", iteration=start, words=amendment.describe(self.manifest))
         for other in self.course.others:
             self.links.pass_on([amendment.to_bytes()], other)
-        self._is_replaced()
+        if not self._change_if_due():
+            # The members meet before the agreed iteration, so that K − f of them begin it with the new manifest.
+            self.course = self.protocol.course = replace(self.course, num_iterations=start)
+            staying = {member.name for member in amendment.manifest.members}
+            self.protocol.leaving = frozenset(k for k in self.course.others if self._name(k) not in staying)
+            self.codec = self._new_codec()
 
-    def _is_replaced(self, *, stalled: bool = False) -> bool:
-        """Whether this member changes to the new manifest now, and then end this part of the run.
+    def _change_if_due(self) -> bool:
+        """End this part of the run, if it is too late to meet the others at the agreed iteration."""
+        due = self.successor is not None and is_due(
+            self.successor.manifest,
+            self.protocol.iteration,
+            num_changed=len(self._with_other_manifest),
+            num_byzantine=self.course.num_byzantine,
+        )
+        if due:
+            self._change()
+        return due
 
-        Args:
-            stalled: Whether there is no quorum: the others may have changed already.
-        """
-        if self.successor is None:
-            return False
-        reached = -1 if self._checkpoint is None else self._checkpoint.iteration
-        others_have = len(self._with_other_manifest) > self.course.num_byzantine  # an honest one among them
-        if reached + stalled < self.successor.manifest.from_iteration and not others_have:
-            return False
+    def _change(self) -> None:
+        """Let the new manifest take the place of this one."""
+        assert self.successor is not None
+        self.store.keep_amendment(self.successor)
         self._over.set()
-        return True
 
     # Events of the network
 
@@ -639,7 +654,7 @@ class LivePeer:
             self._count(other, reason)
         if other is not None and reason == "manifest":
             self._with_other_manifest.add(other)
-            self._is_replaced()
+            self._change_if_due()
             self.links.pass_on([each.to_bytes() for each in self.store.amendments()], other)
         self.log.seldom("refused", other, reason, level="warning", to=self._name(other), reason=reason, words=words)
 
@@ -668,8 +683,6 @@ class LivePeer:
         self.status.state, self.status.waiting_for = "stalled" if names else "running", names
         self.status.numbers.stalled.set(bool(names))
         self._look_for_faults(alarm.missing)
-        if names:
-            self._is_replaced(stalled=True)
         if names:
             need = f"{self.course.quorum} of {self.course.num_members} messages are needed to continue"
             self.log("stalled", level="error", step=alarm.step, missing=names, words=need)

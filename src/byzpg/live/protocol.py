@@ -8,7 +8,8 @@ A round ends when the messages of all awaited members have arrived, or when K �
 of them) and a grace period has passed. Members that were absent several times in a row, or that provably equivocated,
 are not awaited. With fewer than K − f messages a round does not end. The final barrier is the only exception: it also
 ends after a grace period in which fewer than K − f members gave a sign of life, because the others have received all K
-messages there and have left.
+messages there and have left. If the members change, a barrier before the agreed iteration is the last round with the
+old manifest. It ends with K − f messages at least, so that enough members hold the state for those that do not.
 
 Messages are pushed and pulled: a member that lacks one asks its sender, which keeps the messages of this iteration and
 of the one before. A member that is too far behind for that receives states instead. It adopts them once K − f members
@@ -237,6 +238,8 @@ class Protocol:
     silent_through: int = -1  # the last step for which a message may have been signed and lost
     forgetful: bool = False  # whether even that is unknown, and only the other members can tell
     masked: set[int] = field(default_factory=set)  # members that provably equivocated: their messages do not count
+    # With a new manifest after the final barrier, the members that it removes. Nobody goes there without a quorum.
+    leaving: frozenset[int] | None = None
     rehearses: bool = False  # whether other messages are sent than those in `sent`, on purpose
 
     step: int = field(default=0, init=False)
@@ -436,7 +439,9 @@ class Protocol:
         if self._over or self._adopting or not self._ready(inbox):
             return []
         actions = self._calm()
-        not_awaited = frozenset() if self.course.is_barrier(self.step) else self.masked | self.absent
+        not_awaited = self.masked | self.absent
+        if self.course.is_barrier(self.step):
+            not_awaited = self.leaving if self.leaving is not None and self.step else frozenset()
         if all(other in inbox or other in not_awaited for other in self.course.others):
             return actions + self._end_step()
         if not self._gracing:
@@ -454,7 +459,7 @@ class Protocol:
         if self._adopting:
             return []
         if not self._ready(inbox):
-            if self.step < self.course.last:
+            if self.step < self.course.last or self.leaving is not None:
                 return []
             may_be_quorum = len(self._heard | inbox.keys()) >= self.course.quorum and not self.is_silent
             if may_be_quorum and self._lingers < MOST_LINGERS:
