@@ -390,7 +390,11 @@ def test_a_federation_survives_faults_of_one_member_after_another(chaos: Chaos) 
             deck = chaos.chance.sample(list(FAULTS), len(FAULTS))  # each comes before any comes again
         fault = deck.pop()
         # The last member dials nobody, so its key is of no use to a flood.
-        names = {Chaos.fill_disk: (ON_SMALL_DISK,), Chaos.steal_key: chaos.names[:-1]}.get(fault, chaos.names)
+        special: dict[Fault, tuple[str, ...]] = {
+            Chaos.fill_disk: (ON_SMALL_DISK,),
+            Chaos.steal_key: chaos.names[:-1],
+        }
+        names = special.get(fault, chaos.names)
         name = chaos.chance.choice(names)
         chaos.note(fault.__name__, member=name)
         fault(chaos, name)
