@@ -277,7 +277,7 @@ class Member:
             self.reserve(self.protocol.iteration)
         self.do(self.protocol.start())
 
-    def guarded(self, life: int, event: Callable[..., None], *arguments: Any) -> None:
+    def guarded(self, life: int, event: Callable[..., object], *arguments: Any) -> None:
         """Let an event happen to a member, unless it has crashed since the event was planned."""
         if self.up and life == self.life:
             try:
@@ -696,7 +696,7 @@ class World:
         self.sent: dict[tuple[int, int], dict[int, Message]] = {}  # by epoch, step and honest sender
         self.results: dict[tuple[int, int], list[complex]] = {}  # of agreement, if enough messages had arrived
         self.states: dict[tuple[int, int], dict[int, complex]] = {}  # by epoch and iteration
-        self.counts = dict.fromkeys(COUNTED, 0)
+        self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self.signed_states: dict[tuple[int, int, int], complex] = {}  # by epoch, honest sender and iteration
         self.secrets = [[Secret(k, random.randbytes(6)) for k in range(self.num_members)] for _ in range(2)]
         # In some worlds the members change: before an iteration, a new manifest replaces the old one.
@@ -780,10 +780,13 @@ class World:
 
     def pass_on(self, sender: int, to: int) -> None:
         """Tell a member of the amendment, if it can be reached."""
-        member = self.members[to]
-        self.after(
-            self.drawn(self.pace), lambda: self.can_reach(sender, to) and member.guarded(member.life, member.learn)
-        )
+
+        def arrive() -> None:
+            if self.can_reach(sender, to):
+                member = self.members[to]
+                member.guarded(member.life, member.learn)
+
+        self.after(self.drawn(self.pace), arrive)
 
     def can_reach(self, one: int, other: int) -> bool:
         return self.members[one].up and self.members[other].up and (one, other) not in self.blocked

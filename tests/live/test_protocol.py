@@ -234,7 +234,8 @@ class MeetsNobody(Protocol):
 
     def _progress(self) -> list[Action]:
         actions = super()._progress()
-        return self._end_step() if self.step == self.course.last and of(SetTimer, actions) else actions
+        meeting = self.leaving is not None and self.step == self.course.last
+        return self._end_step() if meeting and of(SetTimer, actions) else actions
 
 
 class Forgives(Protocol):
