@@ -181,7 +181,7 @@ class Disk:
     def change(self, from_iteration: int) -> None:
         """Begin with a new manifest, at the agreed iteration if its state is there."""
         agreed = [each for each in self.checkpoints if each is not None and each[0] == from_iteration]
-        self.checkpoints = agreed[-1:] or self.checkpoints[-1:]
+        self.checkpoints = [agreed[-1]] if agreed else self.checkpoints[-1:]
         self.outbox, self.mark, self.same_boot, self.forgetful = {}, -1, True, False
         self.flushed = {}, list(self.checkpoints)
         self.amended, self.epoch = True, 1
@@ -365,7 +365,7 @@ class Member:
 
     def shorten(self) -> None:
         self.course = self.protocol.course = replace(self.course, num_iterations=self.world.from_iteration)
-        self.protocol.leaving = frozenset({self.world.replaced} - {None, self.own})
+        self.protocol.leaving = frozenset(k for k in self.course.others if k == self.world.replaced)
 
     def change_if_due(self) -> bool:
         """As `LivePeer._change_if_due`; if it is time, the member goes on with the new manifest."""

@@ -123,8 +123,11 @@ async def _take_part(
             task=settings.env,
             num_byzantine=manifest.num_byzantine,
         )
-        kept = (tuple(map(record.get, ("trajectories", "return_mean"))) for record in store.read_progress())
-        status.curve.extend(point for point in kept if None not in point)
+        status.curve.extend(
+            (record["trajectories"], record["return_mean"])
+            for record in store.read_progress()
+            if {"trajectories", "return_mean"} <= record.keys()
+        )
         live = LivePeer(
             manifest=manifest,
             own=own,
