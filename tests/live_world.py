@@ -802,6 +802,8 @@ class World:
 
     def deliver(self, to: int, message: Message, epoch: int) -> None:
         member = self.members[to]
+        if message.signature and not self.is_signed(epoch, message):
+            return  # an attacker repeats a message from before the members changed
         if member.up and epoch != member.disk.epoch:
             sender = self.members[message.sender]
             if sender.disk.epoch == epoch and self.can_reach(sender.own, to):
@@ -819,6 +821,10 @@ class World:
             if self.can_reach(own, to) and not member.finished and not other_manifest:
                 member.with_other_manifest.discard(to)
                 member.guarded(member.life, member.linked, to)
+
+    def is_signed(self, epoch: int, message: Message) -> bool:
+        kind, sender, step = message[:3]
+        return message.signature == self.secrets[epoch][sender].sign(kind, step, message.digest)
 
     def verify(self, epoch: int, receipt: Receipt) -> bool:
         return receipt.signature == self.secrets[epoch][receipt.sender].sign("vector", receipt.step, receipt.digest)
@@ -943,9 +949,12 @@ class World:
             for member in self.honest
         )
         near = sum(iteration >= max(reached) - 1 for iteration in reached)
-        # A silent member waits until the others have gone on without it; one that is behind needs 2f + 1 states.
-        self.must_end = silent + len(self.attackers) <= self.num_byzantine and (
-            near == len(reached) or near - silent >= 2 * self.num_byzantine + 1
+        # A silent member waits until the others have gone on without it; one that is behind needs 2f + 1 states. If the
+        # members change while more than f are in trouble, those who hold the state may be too few.
+        self.must_end = (
+            not self.from_iteration
+            and silent + len(self.attackers) <= self.num_byzantine
+            and (near == len(reached) or near - silent >= 2 * self.num_byzantine + 1)
         )
         self.note("heal", reached, self.must_end)
 
