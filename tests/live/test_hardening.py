@@ -69,7 +69,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> I
         yield made
 
 
-def start(federation: Federation, name: str, *options: str, program: str = BYZPG, **environment: str) -> None:
+def start(federation: Federation, name: str, *options: str, program: str = BYZPG, **environment: Any) -> None:
     line = ("peer", federation.folder / "federation.toml", "--name", name, "--directory", federation.directory(name))
     with (federation.folder / f"{name}.out").open("ab") as output:
         federation.processes[name] = Forked(*line, *options, program=program, stdout=output, **environment)
