@@ -251,7 +251,9 @@ class Member:
             forgetful=disk.forgetful,
             masked=set(disk.masked),
         )
-        if self.meets and self.protocol.iteration < self.world.from_iteration:
+        if self.protocol.silent_through >= 0:
+            disk.same_boot = False  # as `Mark.distrust`
+        if self.meets and self.protocol.iteration <= self.world.from_iteration:
             self.shorten()
         self.world.after(self.world.drawn(1.0), self.guarded, self.life, self.start)
 
@@ -271,7 +273,7 @@ class Member:
         self.do(self.protocol.linked(other, echoes=self.world.echoes))
 
     def start(self) -> None:
-        if self.change_if_due():
+        if self.course is self.whole_course and self.change_if_due():
             return
         if self.protocol.iteration == self.course.num_iterations:
             self.reserve(self.protocol.iteration)
@@ -379,6 +381,10 @@ class Member:
             self.change()
         return due
 
+    def others_changed(self, other: int) -> None:
+        if not self.change_if_due():
+            self.do(self.protocol.changed(other))
+
     @property
     def meets(self) -> bool:
         """Whether it has an amendment that it has not yet carried out."""
@@ -475,7 +481,8 @@ class Member:
         """As `LivePeer._reserve`: what is signed from now on may be lost in a power cut, but not this mark."""
         if self.protocol.may_reserve(iteration):
             ahead = int(self.world.stride * self.world.random())
-            self.disk.reserve(self.course.last_step(iteration + ahead))
+            whole = self.whole_course
+            self.disk.reserve(min(whole.first_step(iteration + 1 + ahead), whole.last))
         self.burn()
 
     def begin(self, iteration: int) -> list[Action]:
@@ -798,7 +805,7 @@ class World:
             if one.disk.amended:
                 self.pass_on(one.own, another.own)
             if one.up:
-                one.guarded(one.life, one.change_if_due)
+                one.guarded(one.life, one.others_changed, another.own)
 
     def deliver(self, to: int, message: Message, epoch: int) -> None:
         member = self.members[to]

@@ -73,7 +73,9 @@ class Door:
     async def keep(self) -> None:
         """Look after the door until the task is cancelled."""
         while True:
-            busy = self._look(asyncio.get_running_loop().time()) > self._limit // 2
+            busy = True
+            with suppress(OSError):  # if there are no file descriptors left, look again soon
+                busy = self._look(asyncio.get_running_loop().time()) > self._limit // 2
             await asyncio.sleep(BUSY_LOOK_SECONDS if busy else LOOK_SECONDS)
 
     def _look(self, now: float) -> int:

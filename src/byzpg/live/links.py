@@ -32,6 +32,7 @@ FIRST_BACKOFF, LARGEST_BACKOFF = 0.2, 3.0
 PATIENCE, BANISHMENT = 50, 5.0
 # Seconds until a member with another manifest may connect again; it may be about to change to this one.
 DIFFERENT_MANIFEST_PAUSE = 0.5
+CALL_SECONDS = 0.001  # what answering a call costs this member, at least
 # Versions of the protocol. The dialling member says which ones it speaks, and the other one chooses; a member of byzpg
 # 0.1 or 0.2 says nothing, and speaks version 1, which has no echoes. Since the choice travels beside the messages, old
 # members do not notice it.
@@ -140,7 +141,10 @@ class Mailbox:
     def put(self, message: Message, frame: bytes) -> None:
         kind: str = message.kind
         if kind == "state":
-            kind = f"state {message.step % 2}"  # of two iterations
+            kind = f"state {message.step}"
+            kept = [each for each in self.waiting if each.startswith("state") and each != kind]
+            if len(kept) > 1:  # of two iterations at most
+                del self.waiting[min(kept, key=lambda each: int(each[6:]))]
         elif kind == "vector" and message.step < self.newest:
             kind = "answer"  # an old message must not replace the current one
         elif kind == "vector":
@@ -241,6 +245,7 @@ class Links:
         self._by_fingerprint = {member.fingerprint: index for index, member in enumerate(manifest.members)}
         self._reported: dict[int, str] = {}
         self.versions: dict[int, int] = {}  # of the protocol, by connected member
+        self._bad = [0 for _ in manifest.members]  # bad messages in a row
         self._allowances = [Allowance() for _ in manifest.members]
         self._seconds_queued = [0.0 for _ in manifest.members]
         limit = connection_limit(len(manifest.members))
@@ -344,6 +349,7 @@ class Links:
         async def refuse(words: str) -> None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, words)
 
+        await self._pause(caller)
         spoken = dict(context.invocation_metadata() or ()).get(SPOKEN, "1")
         chosen = max((each for each in VERSIONS if str(each) in str(spoken).split(",")), default=None)
         if chosen is None:
@@ -359,14 +365,22 @@ class Links:
         await self._converse(caller, Stream(context.read, context.write, refuse, version))
 
     async def _report(self, request: bytes, context: aio.ServicerContext) -> bytes:
-        if self._caller(context) is None:
+        caller = self._caller(context)
+        if caller is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
+        await self._pause(caller)
         return self.events.status()
+
+    async def _pause(self, caller: int) -> None:
+        """Let a member that has wasted this one's time wait, also if it connects anew."""
+        if seconds := self._allowances[caller].spend(CALL_SECONDS, perf_counter()):
+            await asyncio.sleep(seconds)
 
     async def _amend(self, request: bytes, context: aio.ServicerContext) -> bytes:
         caller = self._caller(context)
         if caller is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
+        await self._pause(caller)
         began = perf_counter()
         self.events.amended(request)
         await asyncio.sleep(self._allowances[caller].spend(perf_counter() - began, perf_counter()))
@@ -379,7 +393,7 @@ class Links:
             self._passing[to].add_done_callback(lambda _: self._passing.pop(to))
 
     async def _pass_on(self, amendments: Sequence[bytes], to: int) -> None:
-        channel = open_channel(self.manifest, self.own, self.private, to, self.limit)
+        channel = open_channel(self.manifest, self.own, self.private, to, self.limit, proxy=self._proxy)
         try:
             for each in amendments:
                 with suppress(aio.AioRpcError):  # it does not run, or its version is too old for amendments
@@ -507,7 +521,7 @@ class Links:
             self.bytes_sent += len(frame)
 
     async def _read(self, other: int, read: Callable[[], Awaitable[Any]]) -> None:
-        bad, allowance = 0, self._allowances[other]
+        allowance = self._allowances[other]
         while isinstance(frame := await read(), bytes):
             self.bytes_received += len(frame)
             began, queued = perf_counter(), self._seconds_queued[other]
@@ -517,9 +531,10 @@ class Links:
                 spent = perf_counter() - began + _seconds(frame) + answers
                 if pause := allowance.spend(spent, perf_counter()):
                     await asyncio.sleep(pause)
-            bad = bad + 1 if worth == "bad" else 0
-            if bad >= PATIENCE:
+            self._bad[other] = self._bad[other] + 1 if worth == "bad" else 0
+            if self._bad[other] >= PATIENCE:
                 self._banished[other] = asyncio.get_running_loop().time() + BANISHMENT
-                words = f"{bad} bad messages in a row: disconnected for {BANISHMENT:.0f} s"
+                words = f"{PATIENCE} bad messages in a row: disconnected for {BANISHMENT:.0f} s"
+                self._bad[other] = 0
                 self.events.refused(other, "flood", words)
                 return

@@ -157,14 +157,16 @@ class LivePeer:
         self.codec = self._new_codec()
         self.outgoing: Outgoing | None = None
         self.history = history
+        self.successor: Amendment | None = None  # what replaces the manifest
         kept_messages = 2 * self.course.per_iteration + 2  # of this iteration, the one before, and both barriers
         self._outbox = store.records(f"outbox{manifest.suffix}.bin", kept_messages, self.codec.largest)
         self._checkpoints = store.records("checkpoints.bin", 2, 8 + 4 * computation.state_dimension)
         self._read_checkpoints()
+        self._take_up_amendment()
         if self._checkpoint is not None:
             computation.restore(self._checkpoint.iteration, self._checkpoint.snapshot)
-        self.successor: Amendment | None = None  # what replaces the manifest
         self._with_other_manifest: set[int] = set()  # members that may have changed to it
+        self._amendments = [each.to_bytes() for each in store.amendments()]  # those that have led to this manifest
         self._brought: dict[int, Message] = {}  # final states from files, by sender
         self._proofs: Counter[int] = Counter()  # by the member that equivocated
         self.protocol = self._new_protocol()
@@ -193,6 +195,9 @@ class LivePeer:
         if self.manifest.from_iteration and agreed and not self._outbox.read():
             # This member has not begun with the new manifest. It forgets what it has done beyond the agreed iteration.
             checkpoints = [agreed[-1]]
+            self._checkpoints.put(self._num_checkpoints, *agreed[-1].parts())
+            self._checkpoints.flush()
+            self._num_checkpoints += 1
         self._checkpoint = checkpoints[-1] if checkpoints else None
         previous = checkpoints[-2] if len(checkpoints) > 1 else None
         follows = previous is not None and previous.iteration + 1 == checkpoints[-1].iteration
@@ -210,30 +215,36 @@ class LivePeer:
 
     def _new_protocol(self) -> Protocol:
         """The protocol at the newest checkpoint, or at the start barrier if there is none."""
-        sent = self._own_messages()
+        try:
+            sent = self._own_messages()
+        except Rejected:  # signed for a meeting before a new manifest that is no longer there
+            sent, self._outbox.damaged = {}, frozenset(range(self._outbox.num_slots))
         started = self._checkpoint is not None or bool(self._checkpoints.damaged)
         has_signed = any(sent) or bool(self._outbox.damaged) or (started and not self.history)
         self._mark = self.store.mark(f"mark{self.manifest.suffix}.bin", expected=has_signed)
         silent_through = forgotten_through(
             self._mark.step,
             same_boot=self._mark.same_boot,
-            damaged_slots=self._outbox.damaged,
+            damaged_slots=range(self._outbox.num_slots) if self._outbox.is_new else self._outbox.damaged,
             num_slots=self._outbox.num_slots,
-            damaged_checkpoint=bool(self._checkpoints.damaged),
+            damaged_checkpoint=bool(self._checkpoints.damaged) or self._checkpoints.is_new,
         )
         self._report_damage(silent_through)
+        if silent_through >= 0:
+            self._mark.distrust()
         return Protocol(
             course=self.course,
             seal=self.seal,
             seal_ask=lambda step: self.codec.encode("ask", step, NOTHING, (), self.private.signing),
             seal_echo=self._seal_echo,
-            verify=self.codec.verify,
+            verify=lambda receipt: self.codec.verify(receipt),
             iteration=0 if self._checkpoint is None else self._checkpoint.iteration,
             started=started,
             sent={0: self.seal(0, NOTHING, ()), **sent} if started else sent,  # the start barrier's is always the same
             silent_through=silent_through,
             forgetful=self._mark.lost,
             masked=self._proven_equivocators(),
+            leaving=self._leaving(),
         )
 
     def _report_damage(self, silent_through: int) -> None:
@@ -344,6 +355,8 @@ class LivePeer:
                 if self.protocol.iteration == self.course.num_iterations:  # a barrier needs no computation
                     await loop.run_in_executor(pool, self._reserve_at_once, self.protocol.iteration)
                 self._react(self.protocol.start)
+                if self.successor is not None:
+                    self._pass_on_successor()
                 for state in self._brought.values():
                     self._react(lambda state=state: self.protocol.received(state))
                 await asyncio.wait((worker, over), return_when=asyncio.FIRST_COMPLETED)
@@ -394,7 +407,8 @@ class LivePeer:
                 case Send(to, message):
                     self._send(to, message)
                 case LogMessage(message):
-                    assert message.step <= self._mark.step or not message.step, "signed beyond the mark"
+                    if message.step > max(self._mark.step, 0):
+                        raise RuntimeError(f"step {message.step} was signed beyond the mark, {self._mark.step}.")
                     self._outbox.put(message.step, message.frame)
                     self._step_began = asyncio.get_running_loop().time()
                     self._patience.sent(self.protocol.num_ahead)
@@ -489,12 +503,16 @@ class LivePeer:
 
     def _reserve(self, iteration: int) -> Future[None] | None:
         """Move the mark, if necessary, so that this member may sign messages of an iteration."""
-        if not self.protocol.may_reserve(iteration) or self.course.last_step(iteration) <= self._mark.step:
+        if not self.protocol.may_reserve(iteration) or self._mark_after(iteration) <= self._mark.step:
             return None
         (before, then), now = self._reserved, time.monotonic()
         self._reserved = iteration, now
         ahead = min(int(RESERVED_SECONDS * (iteration - before) / max(now - then, 1e-9)), MOST_RESERVED)
-        return self._disk.submit(self._flush, self.course.last_step(iteration + ahead))
+        return self._disk.submit(self._flush, self._mark_after(iteration + ahead))
+
+    def _mark_after(self, iteration: int) -> int:
+        """The mark that covers an iteration, the barrier that may follow it, and the state after it."""
+        return min(self.course.first_step(iteration + 1), self.course.first_step(self.computation.num_iterations))
 
     def _reserve_at_once(self, iteration: int) -> None:
         if (reserved := self._reserve(iteration)) is not None:
@@ -509,7 +527,8 @@ class LivePeer:
 
     def _settle_mark(self) -> None:
         """At an orderly end, set the mark to what was really signed, so that the next start need not be careful."""
-        signed = max(self.protocol.sent, default=0)
+        state = 0 if self._checkpoint is None else self.course.first_step(self._checkpoint.iteration)
+        signed = max(state, *self.protocol.sent, 0)
         if self.protocol.may_reserve(self.protocol.iteration) and self._mark.step > signed:
             self._flush(signed)
 
@@ -598,18 +617,55 @@ class LivePeer:
         """
         if self.successor is not None or amendment.manifest.digest == self.manifest.digest:
             return
-        check_chain(self.manifest, [amendment])
+        self._check_amendment(amendment)
         self._tolerate("amendment.toml", lambda: amendment.write(self.store.path / "amendment.toml"))
-        self.successor, start = amendment, amendment.manifest.from_iteration
-        self.log("amendment", iteration=start, words=amendment.describe(self.manifest))
-        for other in self.course.others:
-            self.links.pass_on([amendment.to_bytes()], other)
+        self.successor = amendment
+        self._pass_on_successor()
         if not self._change_if_due():
-            # The members meet before the agreed iteration, so that K − f of them begin it with the new manifest.
-            self.course = self.protocol.course = replace(self.course, num_iterations=start)
-            staying = {member.name for member in amendment.manifest.members}
-            self.protocol.leaving = frozenset(k for k in self.course.others if self._name(k) not in staying)
-            self.codec = self._new_codec()
+            self._shorten(amendment)
+            self.protocol.course, self.protocol.leaving = self.course, self._leaving()
+
+    def _check_amendment(self, amendment: Amendment) -> None:
+        check_chain(self.manifest, [amendment])
+        if amendment.manifest.from_iteration > self.computation.num_iterations:
+            raise ValueError(
+                f"the amendment takes effect before iteration {amendment.manifest.from_iteration}, and training has "
+                f"{self.computation.num_iterations} iterations: propose an earlier one."
+            )
+
+    def _shorten(self, amendment: Amendment) -> None:
+        """Meet the others before the agreed iteration, so that K − f members begin it with the new manifest."""
+        self.course = replace(self.course, num_iterations=amendment.manifest.from_iteration)
+        self.codec = self._new_codec()
+
+    def _leaving(self) -> frozenset[int] | None:
+        """The members that the new manifest removes, if there is one."""
+        if self.successor is None:
+            return None
+        staying = {member.name for member in self.successor.manifest.members}
+        return frozenset(other for other in self.course.others if self._name(other) not in staying)
+
+    def _take_up_amendment(self) -> None:
+        """After a restart, continue to wait for the agreed iteration, unless it has begun with the old manifest."""
+        with suppress(ValueError):
+            amendment = Amendment.load(self.store.path / "amendment.toml")
+            self._check_amendment(amendment)
+            start, whole = amendment.manifest.from_iteration, (self.course, self.codec)
+            if (0 if self._checkpoint is None else self._checkpoint.iteration) <= start:
+                self._shorten(amendment)
+                try:
+                    self._own_messages()
+                except Rejected:
+                    self.course, self.codec = whole
+                else:
+                    self.successor = amendment
+
+    def _pass_on_successor(self) -> None:
+        assert self.successor is not None
+        new = self.successor.manifest
+        self.log("amendment", iteration=new.from_iteration, words=self.successor.describe(self.manifest))
+        for other in self.course.others:
+            self.links.pass_on([self.successor.to_bytes()], other)
 
     def _change_if_due(self) -> bool:
         """End this part of the run, if it is too late to meet the others at the agreed iteration."""
@@ -654,8 +710,9 @@ class LivePeer:
             self._count(other, reason)
         if other is not None and reason == "manifest":
             self._with_other_manifest.add(other)
-            self._change_if_due()
-            self.links.pass_on([each.to_bytes() for each in self.store.amendments()], other)
+            if not self._change_if_due():
+                self._react(lambda: self.protocol.changed(other))
+            self.links.pass_on(self._amendments, other)
         self.log.seldom("refused", other, reason, level="warning", to=self._name(other), reason=reason, words=words)
 
     def _count(self, sender: int | None, reason: str) -> None:

@@ -248,6 +248,7 @@ class Protocol:
     _positions: list[int] = field(default_factory=list, init=False)  # the latest step heard of each member
     _states: dict[int, dict[int, Message]] = field(default_factory=dict, init=False)  # by sender and step
     _behind: set[int] = field(default_factory=set, init=False)  # members that need a state
+    _gone: set[int] = field(default_factory=set, init=False)  # members that have a new manifest already
     _lingers: int = field(default=0, init=False)  # grace periods at the final barrier without a quorum
     _lagging: set[int] = field(default_factory=set, init=False)  # those that asked for an earlier iteration in this one
     _adopting: bool = field(default=False, init=False)
@@ -353,6 +354,11 @@ class Protocol:
         actions += [] if message is None else [Send(other, message)]
         return actions if echoes else actions + self._heard_echo(other)
 
+    def changed(self, other: int) -> list[Action]:
+        """A member has a new manifest already."""
+        self._gone.add(other)
+        return self._progress()
+
     def timer_fired(self, timer: Timer, step: int) -> list[Action]:
         """The time of a `SetTimer` has passed."""
         if step != self.step or self._over:
@@ -430,8 +436,12 @@ class Protocol:
         return sender in self.masked and not self.course.is_barrier(step)
 
     def _ready(self, inbox: dict[int, Message]) -> bool:
-        """Whether a round has a quorum, the member's own message included."""
-        return self.course.own in inbox and len(inbox) >= self.course.quorum
+        """Whether a round has a quorum, the member's own message included.
+
+        Before a new manifest, those that have it already have passed the barrier.
+        """
+        gone = self._gone - inbox.keys() if self.leaving is not None and self.step == self.course.last else ()
+        return self.course.own in inbox and len(inbox) + len(gone) >= self.course.quorum
 
     def _progress(self) -> list[Action]:
         """End the current round, or begin its grace period, if its messages allow that."""
@@ -441,7 +451,7 @@ class Protocol:
         actions = self._calm()
         not_awaited = self.masked | self.absent
         if self.course.is_barrier(self.step):
-            not_awaited = self.leaving if self.leaving is not None and self.step else frozenset()
+            not_awaited = self.leaving | self._gone if self.leaving is not None and self.step else frozenset()
         if all(other in inbox or other in not_awaited for other in self.course.others):
             return actions + self._end_step()
         if not self._gracing:

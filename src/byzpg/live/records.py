@@ -62,6 +62,7 @@ class Records:
         self.damaged: frozenset[int] = frozenset()  # the slots that failed their checksums when they were last read
         self._handle = self._patiently(lambda: os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         size = num_slots * self._slot_bytes
+        self.is_new = os.fstat(self._handle).st_size != size  # or of another size, and so of no use
         if os.fstat(self._handle).st_size != size:
             self._patiently(lambda: self._allocate(size))
 

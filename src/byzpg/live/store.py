@@ -88,13 +88,21 @@ class Mark:
         if found:
             self.step, boot, *place = self.CONTENT.unpack(found[self._number])
             self.same_boot = boot == _boot() and any(boot)
-            self.lost = tuple(place) != records.identity()
+            self.lost = bool(records.damaged) or tuple(place) != records.identity()
 
     def move(self, step: int) -> None:
         """Set the mark; on return it is safe on the disk."""
         self.step, self.same_boot, self.lost = step, True, False
+        self._write(_boot())
+
+    def distrust(self) -> None:
+        """Remember, until the mark moves, that something up to it is lost."""
+        if self.step >= 0 and not self.lost:
+            self._write(bytes(16))
+
+    def _write(self, boot: bytes) -> None:
         self._number += 1
-        self._records.put(self._number, self.CONTENT.pack(step, _boot(), *self._records.identity()))
+        self._records.put(self._number, self.CONTENT.pack(self.step, boot, *self._records.identity()))
         self._records.flush()
 
 
@@ -197,7 +205,8 @@ class Store:
 
     def keep_amendment(self, amendment: Amendment) -> None:
         """Write what replaces the manifest, under the hash of what it replaces."""
-        amendment.write(self.path / "amendments" / f"{amendment.manifest.predecessor}.toml")
+        path = self.path / "amendments" / f"{amendment.manifest.predecessor}.toml"
+        patiently(path, lambda: amendment.write(path), self._on_full_disk)
 
     def amendments(self) -> list[Amendment]:
         """What has replaced manifests of this run, in order."""
