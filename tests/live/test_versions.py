@@ -1,4 +1,4 @@
-"""Members of this version beside a recorded member of byzpg 0.2.0, which speaks version 1 of the protocol.
+"""Members beside a recorded member of byzpg 0.2.0, which speaks version 1 of the protocol, and after restarts.
 
 `python tests/live/test_versions.py record FOLDER`, run with byzpg 0.2.0, made the recording: the keys and the manifest
 of five members, and all that the last one sent to the others.
@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from grpc import aio
 
+from byzpg.live.amendment import amended
 from byzpg.live.identity import generate, read_key, write_identity
 from byzpg.live.links import LINK, SERVICE, channel_options, free_ports, server_credentials
 from byzpg.live.manifest import Manifest, Times, new_manifest
-from byzpg.live.peer import LivePeer
+from byzpg.live.peer import Checkpoint, LivePeer
+from byzpg.live.protocol import NOTHING
 from byzpg.live.status import Log, Status
 from byzpg.live.store import Store
 
@@ -219,6 +221,42 @@ def test_a_version_that_nobody_speaks_is_refused(tmp_path: Path, monkeypatch: py
     assert error is not None
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert "no common version" in str(error.details())
+
+
+def test_a_member_restarts_at_the_meeting_before_a_new_manifest(tmp_path: Path) -> None:
+    """What it has signed there is a message of the shortened run, and it still has it."""
+    old, start = Manifest.load(RECORDING / "federation.toml"), 2
+    for name in NAMES:
+        (RECORDING / f"{name}.key").chmod(0o600)
+    proposal = amended(old, from_iteration=start, remove=["erin"], num_byzantine=0)
+    for own, name in enumerate(NAMES[:4]):
+        proposal = proposal.approved_by(read_key(RECORDING / f"{name}.key", old.members[own]), name, old)
+    (tmp_path / "alice").mkdir()
+
+    async def made(*, amendment: bool) -> LivePeer:
+        alice = member(old, RECORDING, tmp_path, 0)
+        if amendment:
+            proposal.write(tmp_path / "alice" / "amendment.toml")
+        return alice
+
+    def closed(alice: LivePeer) -> LivePeer:
+        alice.store.close()
+        alice.log.close()
+        return alice
+
+    closed(asyncio.run(made(amendment=True)))
+    alice = asyncio.run(made(amendment=True))
+    assert alice.course.num_iterations == start
+    step = alice.course.last
+    barrier = alice.seal(step, NOTHING, ())
+    alice._mark.move(step)
+    alice._outbox.put(step, barrier.frame)
+    alice._checkpoints.put(0, *Checkpoint(start, np.ones(DIMENSION, np.float32)).parts())
+    closed(alice)
+    again = closed(asyncio.run(made(amendment=True)))
+    assert again.protocol.sent[step].frame == barrier.frame
+    assert again.protocol.leaving == {4}
+    assert again.protocol.silent_through == -1
 
 
 if __name__ == "__main__":
