@@ -30,10 +30,10 @@ from rich.console import Console
 from byzpg import load
 from byzpg.cli.watch import members_table
 from byzpg.live.identity import read_key
-from byzpg.live.links import FRAME_SECONDS, MOST_WASTE, RESTRAINED_WASTE, WASTE
+from byzpg.live.links import FRAME_SECONDS, MOST_WASTE, RESTRAINED_WASTE, SERVICE, STATUS, WASTE, open_channel
 from byzpg.live.manifest import Times
 from byzpg.live.member import Options, take_part
-from byzpg.live.observe import Answer, Observer, Statuses, parse_status
+from byzpg.live.observe import LARGEST_STATUS, Answer, Statuses, parse_status
 from byzpg.live.records import HEAD
 from byzpg.live.wire import prove
 
@@ -298,18 +298,18 @@ def processor_seconds(federation: Federation, name: str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def statuses(federation: Federation) -> dict[str, Answer]:
-    """What those members report that answer."""
+def status(federation: Federation, name: str) -> Answer:
+    """What a member reports."""
+    manifest = federation.manifest
+    private = read_key(federation.folder / "alice.key", manifest.members[0])
 
-    async def ask() -> Statuses:
-        manifest = federation.manifest
-        observer = Observer(manifest, 0, read_key(federation.folder / "alice.key", manifest.members[0]))
-        try:
-            return await observer.ask(10.0)
-        finally:
-            await observer.close()
+    async def ask() -> bytes:
+        async with open_channel(manifest, 0, private, NAMES.index(name), LARGEST_STATUS) as channel:
+            return await channel.unary_unary(f"/{SERVICE}/{STATUS}")(b"", timeout=60)
 
-    return {name: answer for name, answer in asyncio.run(ask()).items() if answer is not None}
+    answer = parse_status(asyncio.run(ask()), name, NAMES)
+    assert answer is not None
+    return answer
 
 
 def test_a_flood_costs_a_member_little_time(federation: Federation) -> None:
@@ -320,17 +320,17 @@ def test_a_flood_costs_a_member_little_time(federation: Federation) -> None:
     federation.kill("erin")
     try:
         start(federation, "erin", program=FLOODING, FLOOD=str(choice))
-        until(lambda: statuses(federation)["bob"]["others"]["erin"]["rejected"].get("malformed"), "the flood has begun")
+        until(lambda: status(federation, "bob")["others"]["erin"]["rejected"].get("malformed"), "the flood has begun")
         for kind, (victim, frame_bytes, waste) in FLOODS.items():
             choice.write_text(f"{kind} {NAMES.index(victim)}")
-            received = statuses(federation)[victim]["bytes_received"]
+            received = status(federation, victim)["bytes_received"]
             began, before = time.monotonic(), processor_seconds(federation, victim)
             time.sleep(4.0)
             seconds, spent = time.monotonic() - began, processor_seconds(federation, victim) - before
-            num_frames = (statuses(federation)[victim]["bytes_received"] - received) / frame_bytes
+            num_frames = (status(federation, victim)["bytes_received"] - received) / frame_bytes
             # The others also send something, and reports are a moment old.
             assert num_frames < 1.5 * (MOST_WASTE + waste * seconds) / FRAME_SECONDS, kind
-            assert spent < MOST_WASTE + 0.35 * seconds, f"{kind}: {spent} s of processor time"
+            assert spent < MOST_WASTE + 0.4 * seconds, f"{kind}: {spent} s of processor time"
         assert federation.events("alice", "equivocation"), "two vectors of one step"
         assert not federation.events("bob", "equivocation")
     finally:
@@ -409,9 +409,11 @@ def test_who_equivocated_stays_masked_after_a_restart(federation: Federation) ->
     for name in honest:
         start(federation, name)
     federation.wait_until_together(*honest)
-    answers = statuses(federation)
     for name in careful:
-        assert answers[name]["others"]["erin"]["rejected"].get("masked"), name
+        until(
+            lambda name=name: status(federation, name)["others"]["erin"]["rejected"].get("masked"),
+            f"{name} has left out a message of erin",
+        )
     assert not any(proof() for proof in proofs), "masked members need no new proof"
 
 
