@@ -187,7 +187,8 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     until(lambda: "Stopping after this block" in said(tmp_path)[0], "it says that it will stop")
     training.send_signal(signal.SIGINT)
     assert training.wait() == 130
-    assert said(tmp_path)[1] == "Stopped. Continue with: byzpg resume run\n"
+    importing = "Importing the module 'host_tasks' for the task 'host_tasks:patient'.\n"
+    assert said(tmp_path)[1] == importing + "Stopped. Continue with: byzpg resume run\n"
     assert not (tmp_path / "run" / "checkpoint.npz").exists()
 
 
@@ -401,7 +402,7 @@ def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here)
     overview = here("--help").stdout
     listed = re.findall(r"• (\w+)", overview)
     assert listed[0] == "train"
-    assert len(listed) == 15
+    assert len(listed) == 16
     assert "Example:" not in overview
     for name in listed:
         help_text = here(name, "--help").stdout

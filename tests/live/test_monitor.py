@@ -766,7 +766,8 @@ def test_real_members_on_the_page(federation: Federation, visits: Visits) -> Non
     federation.dave.wait()
     expect(page.locator("#members tr[data-member=dave] .presence")).to_have_text("no answer")
     expect(page.locator("#unreached strong")).to_have_text("The monitor gets no answer from dave")
-    expect(page.locator("#stalled strong")).to_have_text("Stalled: no message from dave and erin")
+    # A member that is a round ahead of the others misses their messages as well.
+    expect(page.locator("#stalled strong")).to_have_text(re.compile("Stalled: no message from .*dave and erin"))
     expect(page.locator("#matrix td[aria-label='alice is not connected to dave']")).to_have_text("✕")
     expect(page.locator("path.line.mean[data-member=dave].gone")).to_have_count(1)
     assert row(page, "dave")["State"].endswith("its last answer")

@@ -11,6 +11,7 @@ from live_world import Secret, World, violation
 from byzpg.live.protocol import (
     ABSENT_AFTER,
     ALARM_AFTER,
+    MANY_ASKS,
     NOTHING,
     Action,
     Adopt,
@@ -475,7 +476,9 @@ def test_a_member_that_asks_too_far_back_is_sent_a_state_now_and_with_the_next_i
     assert protocol.received(ask(1, 6)) == [], "not yet"
     assert protocol.received(ask(2, 2)) == [SendState(2)]
     assert protocol.received(ask(2, 1)) == [SendState(2, previous=True)], "the others may be an iteration behind"
-    assert protocol.received(ask(1, 3)) == [Send(1, protocol.sent[3]), SendState(1, previous=True)], "it asks again"
+    for _ in range(1, MANY_ASKS):
+        assert protocol.received(ask(1, 3)) == [Send(1, protocol.sent[3])]
+    assert protocol.received(ask(1, 3)) == [Send(1, protocol.sent[3]), SendState(1, previous=True)], "it is stuck"
     go_on(protocol)
     assert of(SendState, go_on(protocol)) == [SendState(2)]
     assert not protocol._behind

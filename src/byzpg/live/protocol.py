@@ -21,6 +21,7 @@ learns of forgotten messages from *echoes*: on every new connection, members tel
 have from one another. After a start, a member signs nothing before it has heard enough of them.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -216,6 +217,8 @@ NOTHING = np.zeros(0, np.float32)
 ALARM_AFTER = 10
 # How many grace periods a member waits at the final barrier for a quorum; those that come later find its final state.
 MOST_LINGERS = 3
+# How often a member asks for messages of an earlier iteration before it is sent states as well.
+MANY_ASKS = 5
 # After how many rounds without its message a member is no longer awaited.
 ABSENT_AFTER = 3
 
@@ -250,7 +253,7 @@ class Protocol:
     _behind: set[int] = field(default_factory=set, init=False)  # members that need a state
     _gone: set[int] = field(default_factory=set, init=False)  # members that have a new manifest already
     _lingers: int = field(default=0, init=False)  # grace periods at the final barrier without a quorum
-    _lagging: set[int] = field(default_factory=set, init=False)  # those that asked for an earlier iteration in this one
+    _lagging: Counter[int] = field(default_factory=Counter, init=False)  # asks for earlier iterations, by member
     _adopting: bool = field(default=False, init=False)
     _gracing: bool = field(default=False, init=False)  # whether the grace period of this step has begun
     _waited: int = field(default=0, init=False)  # for how many retries this step has been short of a quorum
@@ -526,20 +529,20 @@ class Protocol:
     def _asked(self, sender: int, step: int) -> list[Action]:
         """Answer with the message of a step or, if that is no longer kept, with a state.
 
-        A member that asks again for a message of an earlier iteration may lack those of others, who keep it no longer:
-        it gets both. States of two iterations are sent then, because the members ahead may be in either of them.
+        A member that asks again and again for a message of an earlier iteration may lack those of others, who keep it
+        no longer: it gets both. States of two iterations are sent then, because the members ahead may be in either.
         """
         message = self.sent.get(step)
         actions: list[Action] = [] if message is None else [Send(sender, message)]
         if step == 0:
             return [*actions, Send(sender, self.seal_echo(self._latest.get(sender)))]
-        asked_again = sender in self._behind or sender in self._lagging
+        asked_again = sender in self._behind or self._lagging[sender] >= MANY_ASKS
         if step >= self.course.first_step(self.iteration) or self._adopting:
             return actions
         if message is None:
             # The state is sent again when the next iteration begins, at the same time as those of the other members.
             self._behind.add(sender)
-        self._lagging.add(sender)
+        self._lagging[sender] += 1
         # A state is signed as well, and this member may have signed another one for the same iteration.
         may_send = self.course.first_step(self.iteration) > self.silent_through
         if may_send and (message is None or asked_again):
