@@ -1,5 +1,6 @@
 """Members behind a network: with and without the simulator's rounding, they compute the same."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from byzpg.config import Config
 from byzpg.federation.algorithms import Agent
 from byzpg.federation.members import Peer, Server, Worker, seeded_key
-from byzpg.live.member import _new_peer
+from byzpg.live.member import Options, _new_peer
 
 SHORT: dict[str, Any] = {
     "num_agents": 5,
@@ -66,7 +67,7 @@ def test_only_rehearsals_with_a_seed_are_computed_as_in_the_simulator(seed: int 
 
     options: dict[str, Any] = SHORT | {"step_size": 0.0113 if seed is None else 0.0114}
     settings = Config(**options).resolved()
-    member = _new_peer(settings, 1, Keys(), attack=None, seed=seed)  # pyright: ignore[reportArgumentType]
+    member = _new_peer(settings, 1, Keys(), Options(Path(), Path(), seed=seed), None)  # pyright: ignore[reportArgumentType]
     member.begin(0)
     assert batches == [1 if seed is None else 2]
 
