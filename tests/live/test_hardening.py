@@ -154,6 +154,7 @@ def test_a_directory_from_a_backup_is_noticed(federation: Federation) -> None:
     start(federation, "dave")
     found = until(forgotten, "dave hears what he has forgotten")
     assert found[0]["file"] == str(directory)
+    assert not damaged(), "the files alone do not tell"
     all_together(federation)
 
     federation.kill("dave")

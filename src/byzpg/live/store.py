@@ -92,8 +92,11 @@ class Mark:
 
     def move(self, step: int) -> None:
         """Set the mark; on return it is safe on the disk."""
-        self.step, self.same_boot, self.lost = step, True, False
+        was_lost, self.lost = self.lost, False
+        self.step, self.same_boot = step, True
         self._write(_boot())
+        if was_lost:  # the other record may be damaged, and the next start must not find it so
+            self._write(_boot())
 
     def distrust(self) -> None:
         """Remember, until the mark moves, that something up to it is lost."""
