@@ -9,17 +9,18 @@
 `rounds` measures rounds per second among five processes on loopback, each connected to every other by mutual TLS. The
 members are those of `byzpg peer`, with signatures, receipts, the outbox on disk and checkpoints, around a computation
 that does nothing. Baseline: bare gRPC streams over the same TLS, where every process sends one message of the same size
-to every other one, waits for theirs, and does nothing else. `absences` measures how fast four members train while the
-fifth is dead, or is late on purpose; its baseline is the same federation with five healthy members. `soak` trains with
-one equivocating member and records each process's memory and open files; its baseline is the second tenth of the same
-run.
+to every other one, waits for theirs, and does nothing else. A second baseline also hashes, signs and verifies every
+message, as proofs of equivocation require: no member that keeps such proofs can be faster than this one. `absences`
+measures how fast four members train while the fifth is dead, or is late on purpose; its baseline is the same federation
+with five healthy members. `soak` trains with one equivocating member and records each process's memory and open files;
+its baseline is the second tenth of the same run.
 """
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -53,12 +54,12 @@ class Idle:
         self._state = np.zeros(self.state_dimension, np.float32)
         self._vector = np.random.default_rng(0).normal(size=dimension).astype(np.float32)
         self.plan_digest = ""
-        self.times: list[float] = []
+        self.times: list[tuple[float, float]] = []  # of the clock and of the processor, at each iteration
 
     def warm_up(self) -> None: ...
 
     def begin(self, iteration: int) -> np.ndarray:
-        self.times.append(time.perf_counter())
+        self.times.append((time.perf_counter(), time.process_time()))
         return self._vector
 
     def combine(self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray) -> np.ndarray | None:
@@ -113,27 +114,32 @@ def live_member(folder: Path, own: int, dimension: int, num_iterations: int, rou
         return peer
 
     peer = asyncio.run(run())
-    tenth = len(computation.times) // 10
-    times = computation.times[tenth:]
-    steps = (len(times) - 1) * (1 + rounds)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    print(
-        json.dumps(
-            {
-                "rounds": steps / (times[-1] - times[0]),
-                "cpu": (usage.ru_utime + usage.ru_stime),
-                "bytes": peer.links.bytes_sent / peer.course.last,
-            }
-        )
-    )
+    print(json.dumps({**speed(computation.times, 1 + rounds), "bytes": peer.links.bytes_sent / peer.course.last}))
 
 
-def bare_member(folder: Path, own: int, size: int, num_rounds: int) -> None:
+def speed(times: list[tuple[float, float]], rounds: int) -> dict[str, float]:
+    """Rounds per second, and the processor's seconds per round, after the first tenth."""
+    first, last = times[len(times) // 10], times[-1]
+    number = (len(times) - 1 - len(times) // 10) * rounds
+    return {"rounds": number / (last[0] - first[0]), "cpu": (last[1] - first[1]) / number}
+
+
+def bare_member(folder: Path, own: int, size: int, num_rounds: int, signed: int) -> None:
     manifest = Manifest.load(folder / "federation.toml")
     private = read_key(folder / f"{NAMES[own]}.key", manifest.members[own])
     frame, limit = os.urandom(size), size + 1024
+    keys = [member.verifier() for member in manifest.members]
 
-    async def run() -> float:
+    def sign() -> bytes:
+        content = frame[64:]
+        return private.signing.sign(hashlib.sha256(content).digest()) + content if signed else frame
+
+    async def receive(other: int, read: Any) -> None:
+        received = memoryview(await read())
+        if signed:
+            keys[other].verify(bytes(received[:64]), hashlib.sha256(received[64:]).digest())
+
+    async def run() -> list[tuple[float, float]]:
         links: dict[int, tuple[Any, Any]] = {}
         connected, over = asyncio.Event(), asyncio.Event()
 
@@ -161,21 +167,18 @@ def bare_member(folder: Path, own: int, size: int, num_rounds: int) -> None:
         await connected.wait()
         times = []
         for _ in range(num_rounds):
-            times.append(time.perf_counter())
-            moves = [move for read, write in links.values() for move in (write(frame), read())]
+            times.append((time.perf_counter(), time.process_time()))
+            own_frame = sign()
+            moves = [move for k, (read, write) in links.items() for move in (write(own_frame), receive(k, read))]
             await asyncio.gather(*moves)
-        tenth = num_rounds // 10
-        rate = (num_rounds - 1 - tenth) / (times[-1] - times[tenth])
         await asyncio.sleep(1)
         over.set()
         for channel in channels:
             await channel.close()
         await server.stop(0.5)
-        return rate
+        return times
 
-    rate = asyncio.run(run())
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    print(json.dumps({"rounds": rate, "cpu": usage.ru_utime + usage.ru_stime}))
+    print(json.dumps(speed(asyncio.run(run()), 1)))
 
 
 def together(arguments: list[list[str]]) -> list[dict[str, float]]:
@@ -190,29 +193,29 @@ def together(arguments: list[list[str]]) -> list[dict[str, float]]:
 
 def measure(dimension: int, num_iterations: int, rounds: int, repeats: int, where: Path | None) -> None:
     training = {"trajectories": 100}
-    ratios, sizes = [], 0.0
-    rates: dict[str, list[float]] = {"bare": [], "live": []}
-    for _ in range(repeats):  # alternating, so that other load on the machine affects both
+    rates: dict[str, list[float]] = {"bare": [], "signed": [], "live": []}
+    cpu: dict[str, list[float]] = {kind: [] for kind in rates}  # seconds of one member's processor per round
+    sizes, num_rounds = 0.0, num_iterations * (1 + rounds)
+    for _ in range(repeats):  # alternating, so that other load on the machine affects all alike
         with tempfile.TemporaryDirectory(dir=where) as name:
-            folder = Path(name)
-            found(folder, training, Times(grace=30.0))
+            found(Path(name), training, Times(grace=30.0))
             members = [str(own) for own in range(len(NAMES))]
-            live = together(
-                [["live-member", name, own, str(dimension), str(num_iterations), str(rounds)] for own in members]
-            )
-            sizes = live[0]["bytes"]
-            size = int(sizes / (len(NAMES) - 1))
-            bare = together(
-                [["bare-member", name, own, str(size), str(num_iterations * (1 + rounds))] for own in members]
-            )
-        rates["live"].append(statistics.mean(each["rounds"] for each in live))
-        rates["bare"].append(statistics.mean(each["rounds"] for each in bare))
-        ratios.append(rates["live"][-1] / rates["bare"][-1])
-    print(
-        f"d = {dimension:>9,}: {sizes:>12,.0f} bytes sent per member and round; rounds/s bare "
-        f"{statistics.median(rates['bare']):7.1f}, live {statistics.median(rates['live']):7.1f}; "
-        f"ratio {statistics.median(ratios):.0%} (of {repeats}: {min(ratios):.0%} to {max(ratios):.0%})"
-    )
+            lengths = [str(dimension), str(num_iterations), str(rounds)]
+            results = {"live": together([["live-member", name, own, *lengths] for own in members])}
+            sizes = results["live"][0]["bytes"]
+            lengths = [str(int(sizes / (len(NAMES) - 1))), str(num_rounds)]
+            for kind, signed in (("bare", "0"), ("signed", "1")):
+                results[kind] = together([["bare-member", name, own, *lengths, signed] for own in members])
+        for kind, each in results.items():
+            rates[kind].append(statistics.mean(member["rounds"] for member in each))
+            cpu[kind].append(statistics.mean(member["cpu"] for member in each))
+    print(f"d = {dimension:,}, {sizes:,.0f} bytes sent per member and round; medians of {repeats}")
+    for kind in rates:
+        ratios = [each / bare for each, bare in zip(rates[kind], rates["bare"], strict=True)]
+        print(
+            f"  {kind:6}  {statistics.median(rates[kind]):7.1f} rounds/s, {statistics.median(ratios):4.0%} of bare "
+            f"({min(ratios):.0%} to {max(ratios):.0%}); {1e3 * statistics.median(cpu[kind]):.2f} ms of CPU per round"
+        )
 
 
 # Members that are absent or late
@@ -387,7 +390,7 @@ def main() -> None:
     long.add_argument("--output", type=Path, default=Path("live-soak.png"))
     for name, arguments in (
         ("live-member", ("dimension", "num_iterations", "rounds")),
-        ("bare-member", ("size", "num_rounds")),
+        ("bare-member", ("size", "num_rounds", "signed")),
     ):
         member = commands.add_parser(name)
         member.add_argument("folder", type=Path)

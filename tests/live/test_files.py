@@ -91,10 +91,13 @@ def test_a_mark_survives_and_says_when_it_cannot_be_relied_on(tmp_path: Path) ->
     slot_bytes = path.stat().st_size // 2
     newest = 1 if (mark(path)._number % 2) else 0
     flip(path, newest * slot_bytes + HEAD.size)
+    assert mark(path).lost, "the older one of the two says too little"
+
+    flip(path, (1 - newest) * slot_bytes + HEAD.size)
     again = mark(path)
-    assert again.lost, "the older one of the two says too little"
+    assert (again.step, again.lost) == (-1, True)
     again.move(40)
-    assert not mark(path).lost, "nothing of the damage is left"
+    assert (mark(path).step, mark(path).lost) == (40, False), "nothing of the damage is left"
 
 
 def test_what_may_be_forgotten() -> None:
