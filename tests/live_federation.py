@@ -14,13 +14,21 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from forking import Forked
+from forking import BYZPG, Forked
 
 from byzpg.config import Config
 from byzpg.live.identity import generate, write_identity
 from byzpg.live.manifest import FIXED, Manifest, Times, new_manifest
 
 NAMES = ("alice", "bob", "carol", "dave", "erin")
+# A member that rests in every iteration, and so leaves the processors to other tests.
+CALM = f"""
+import time
+from byzpg.live.peer import LivePeer
+begin = LivePeer._begin
+LivePeer._begin = lambda peer, iteration: time.sleep(0.1) or begin(peer, iteration)
+{BYZPG}
+"""
 PATIENCE = 200.0  # seconds until a condition fails; less than a test's time limit, whose error names no condition
 
 
@@ -67,20 +75,35 @@ class Federation:
     folder: Path
     manifest: Manifest
     namespaces: dict[str, str] = field(default_factory=dict)  # by member
+    program: str = CALM  # that members run
     processes: dict[str, Forked] = field(default_factory=dict)
     logs: dict[str, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)  # bytes and events read so far
 
-    def start(self, name: str, *options: object, manifest: str = "federation.toml") -> None:
+    def start(
+        self,
+        name: str,
+        *options: object,
+        manifest: str = "federation.toml",
+        program: str | None = None,
+        **environment: str,
+    ) -> None:
         line = ("peer", self.folder / manifest, "--name", name, "--directory", self.directory(name), *options)
+        program, namespace = program or self.program, self.namespaces.get(name)
         with (self.folder / f"{name}.out").open("ab") as output:
-            self.processes[name] = Forked(*line, stdout=output, namespace=self.namespaces.get(name))
+            self.processes[name] = Forked(*line, stdout=output, program=program, namespace=namespace, **environment)
 
-    def start_all(self, *options: str, attacker: str | None = None) -> None:
-        """Start all members, the last one with an attack if given. The first one fills the cache of programs."""
+    def start_all(self, **special: tuple[str, ...]) -> None:
+        """Start all members, and wait until each has done a few iterations.
+
+        Args:
+            special: For some members, the program and the options with which to start them.
+        """
         for name in NAMES:
-            self.start(name, *options, *(["--attack", attacker] if attacker is not None and name == NAMES[-1] else []))
-            if name == NAMES[0]:
+            program, *options = special.get(name, (self.program,))
+            self.start(name, *options, program=program)
+            if name == NAMES[0]:  # it fills the cache of programs
                 until(lambda: self.processes[NAMES[0]].poll() is not None or self.events(NAMES[0], "ready"), "it is up")
+        self.wait_for_iterations(4, *NAMES)
 
     def directory(self, name: str) -> Path:
         return self.folder / name

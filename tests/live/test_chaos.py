@@ -22,8 +22,8 @@ from typing import Any
 import live_federation
 import numpy as np
 import pytest
-from forking import Forked
-from live_federation import NAMES, Federation, drop, until
+from forking import BYZPG, Forked
+from live_federation import Federation, drop, until
 
 from byzpg.live.amendment import amended
 from byzpg.live.identity import Member, generate, read_key, write_identity
@@ -369,9 +369,8 @@ def chaos(tmp_path: Path) -> Iterator[Chaos]:
         small_disk(tmp_path / ON_SMALL_DISK),
         live_federation.in_namespaces(tmp_path, TIMES, rehearsal=False, **TINY) as federation,
     ):
+        federation.program = BYZPG  # without rests
         federation.start_all()
-        for name in NAMES:
-            until(lambda name=name: federation.iteration(name) > 3, f"{name} has begun")
         yield Chaos(federation, SEED)
 
 

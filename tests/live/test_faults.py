@@ -31,8 +31,6 @@ TIMES = Times(grace=0.4, start_grace=300.0, retry=0.1)
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     with live_federation.in_namespaces(tmp_path_factory.mktemp("faults"), TIMES, **TINY) as made:
         made.start_all()
-        for name in NAMES:
-            until(lambda name=name: made.iteration(name) > 3, f"{name} has begun")
         yield made
         for name in NAMES:
             assert not made.events(name, "equivocation"), "all members are honest"
@@ -272,7 +270,7 @@ def test_a_stolen_key_does_no_harm_and_its_owner_rejoins(federation: Federation)
     federation.start("alice")
     rejoined = until(lambda: federation.events("alice", "rejoin")[rejoins:], "alice has rejoined")[0]
     assert rejoined["iteration"] > away_since + 2
-    assert len(rejoined["states"]) >= 4
+    assert len(rejoined["states"]) >= 3, "2f + 1"
     federation.wait_until_together(*NAMES)
 
 

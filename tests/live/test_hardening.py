@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forking import BYZPG, Forked
-from live_federation import NAMES, Federation, free_ports, on_loopback, run, until
+from forking import Forked
+from live_federation import CALM, NAMES, Federation, free_ports, on_loopback, run, until
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
@@ -46,9 +46,9 @@ MOST_FILES = 1024
 STRANGER = "127.0.0.66"
 
 # A member with the usual limit of open files, which it cannot raise.
-LIMITED = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, 2 * ({MOST_FILES},)); {BYZPG}"
+LIMITED = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, 2 * ({MOST_FILES},)){CALM}"
 # One that never sends its state to those that need it.
-WITHHOLDING = f"from byzpg.live.peer import LivePeer; LivePeer._send_state = lambda *_: None; {BYZPG}"
+WITHHOLDING = f"from byzpg.live.peer import LivePeer; LivePeer._send_state = lambda *_: None{CALM}"
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +59,8 @@ def metrics_port() -> int:
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[Federation]:
     with on_loopback(tmp_path_factory.mktemp("hardening"), TIMES, trajectories=400_000, **TINY) as made:
-        start(made, "alice")
-        until(lambda: made.processes["alice"].poll() is not None or made.events("alice", "ready"), "alice is up")
-        start(made, "bob", "--metrics-port", str(metrics_port), program=LIMITED)
-        start(made, "carol")
-        start(made, "dave")
-        start(made, "erin", program=WITHHOLDING)
-        made.wait_for_iterations(4, *NAMES)
+        made.start_all(bob=(LIMITED, "--metrics-port", str(metrics_port)), erin=(WITHHOLDING,))
         yield made
-
-
-def start(federation: Federation, name: str, *options: str, program: str = BYZPG, **environment: Any) -> None:
-    line = ("peer", federation.folder / "federation.toml", "--name", name, "--directory", federation.directory(name))
-    with (federation.folder / f"{name}.out").open("ab") as output:
-        federation.processes[name] = Forked(*line, *options, program=program, stdout=output, **environment)
 
 
 def others(*without: str) -> list[str]:
@@ -119,7 +107,7 @@ def test_a_damaged_file_is_named_and_its_owner_comes_back(federation: Federation
     progress.write_bytes(broken)
     damages, rejoins = new_events(federation, "dave", "damaged"), new_events(federation, "dave", "rejoin")
     forgotten = new_events(federation, "dave", "forgotten")
-    start(federation, "dave")
+    federation.start("dave")
     states = until(rejoins, "dave has taken over a state")[0]["states"]
     assert states == ["alice", "bob", "carol"], "2f + 1, and erin sends none"
     assert str(path) in [event["file"] for event in damages()]
@@ -144,14 +132,14 @@ def test_a_directory_from_a_backup_is_noticed(federation: Federation) -> None:
     directory, older = federation.directory("dave"), federation.folder / "older"
     federation.kill("dave")
     shutil.copytree(directory, older)
-    start(federation, "dave")
+    federation.start("dave")
     federation.wait_for_iterations(4, *NAMES)
 
     federation.kill("dave")
     restore_in_place(older, directory)
     federation.logs.pop("dave")
     forgotten, damaged = new_events(federation, "dave", "forgotten"), new_events(federation, "dave", "damaged")
-    start(federation, "dave")
+    federation.start("dave")
     found = until(forgotten, "dave hears what he has forgotten")
     assert found[0]["file"] == str(directory)
     assert not damaged(), "the files alone do not tell"
@@ -162,7 +150,7 @@ def test_a_directory_from_a_backup_is_noticed(federation: Federation) -> None:
     shutil.copytree(older, directory)
     federation.logs.pop("dave")
     damaged, rejoins = new_events(federation, "dave", "damaged"), new_events(federation, "dave", "rejoin")
-    start(federation, "dave")
+    federation.start("dave")
     until(rejoins, "dave has taken over a state")
     assert [event["file"] for event in damaged()] == [str(directory / "mark.bin")]
     all_together(federation)
@@ -182,7 +170,7 @@ def metrics(port: int) -> dict[tuple[str, ...], float]:
 def test_one_behind_and_one_without_its_directory(federation: Federation, metrics_port: int) -> None:
     """Two faults are one too many, so everything stops and says so. When both are back, it goes on."""
     federation.kill("erin")
-    start(federation, "erin")
+    federation.start("erin")
     all_together(federation)
     alarms = new_events(federation, "alice", "faults")
     federation.signal("carol", signal.SIGSTOP)
@@ -197,7 +185,7 @@ def test_one_behind_and_one_without_its_directory(federation: Federation, metric
         assert "carol, dave are missing or have equivocated" in watched(federation)
     finally:
         federation.signal("carol", signal.SIGCONT)
-    start(federation, "dave")
+    federation.start("dave")
     all_together(federation)
     until(lambda: metrics(metrics_port)["byzpg_faults",] <= 1, "bob misses nobody any more")
     assert federation.events("dave", "forgotten")
@@ -212,7 +200,7 @@ def test_a_member_that_lost_its_messages_signs_no_others(federation: Federation)
     try:
         federation.kill("dave")
         flip_bits(path, SLOTS["outbox.bin"])
-        start(federation, "dave")
+        federation.start("dave")
         until(ready, "dave is up")
         time.sleep(10 * TIMES.retry)  # in which he would sign and send
     finally:
@@ -287,7 +275,7 @@ async def run(peer, usual_run=LivePeer.run):
     await usual_run(peer)
 
 LivePeer.run = run
-{BYZPG}
+{CALM}
 """
 # The victim of each flood, the bytes of a frame, and how much of the victim's time may be wasted.
 FLOODS = {"junk": ("bob", 240, WASTE), "asks": ("dave", 164, WASTE), "vectors": ("alice", 700, RESTRAINED_WASTE)}
@@ -319,7 +307,7 @@ def test_a_flood_costs_a_member_little_time(federation: Federation) -> None:
     federation.signal("carol", signal.SIGSTOP)
     federation.kill("erin")
     try:
-        start(federation, "erin", program=FLOODING, FLOOD=str(choice))
+        federation.start("erin", program=FLOODING, FLOOD=str(choice))
         until(lambda: status(federation, "bob")["others"]["erin"]["rejected"].get("malformed"), "the flood has begun")
         for kind, (victim, frame_bytes, waste) in FLOODS.items():
             choice.write_text(f"{kind} {NAMES.index(victim)}")
@@ -385,11 +373,11 @@ def test_idle_connections_cannot_crash_a_member(federation: Federation) -> None:
         assert stranger.stdin is not None
         assert stranger.stdout is not None
         assert int(stranger.stdout.readline()) == 1100
-        start(federation, "erin", "--attack", "Equivocate")
+        federation.start("erin", "--attack", "Equivocate")
         found = until(lambda: federation.events("bob", "equivocation"), "bob has proof")[0]
         assert found["sender"] == "erin"
         federation.kill("alice")
-        start(federation, "alice")
+        federation.start("alice")
         federation.wait_until_together(*others("erin"))
         assert num_open_files(federation, "bob") < MOST_FILES - 50
         stranger.stdin.write("\n")
@@ -407,7 +395,7 @@ def test_who_equivocated_stays_masked_after_a_restart(federation: Federation) ->
         federation.kill(name)
     proofs = [new_events(federation, name, "equivocation") for name in careful]
     for name in honest:
-        start(federation, name)
+        federation.start(name)
     federation.wait_until_together(*honest)
     for name in careful:
         until(
@@ -459,11 +447,11 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
         on_loopback(folder, times, trajectories=24, **TINY) as made,
         small_disk(folder / "disk", folder / "bob") as filler,
     ):
-        start(made, "bob", "--log", "json")
+        made.start("bob", "--log", "json")
         until(lambda: made.processes["bob"].poll() is not None or printed(made, "bob", "ready"), "bob is up")
         fill(filler)
         for name in FINISHED:
-            start(made, name)
+            made.start(name)
         codes = made.finish()
         assert [codes[name] for name in FINISHED] == [0, 0, 0]
         filler.unlink()
@@ -487,7 +475,7 @@ def test_a_full_disk_costs_a_member_its_records_but_not_its_place(late: Federati
     assert printed(late, "bob", "finished")
     last = (late.folder / "bob.out").read_text().splitlines()[-1]
     assert f"{late.directory('bob') / 'run'} cannot be written: No space left on device" in last
-    start(late, "bob")
+    late.start("bob")
     assert late.processes["bob"].wait() == 0
     assert is_between_the_others(late, "bob")
     assert (late.directory("bob") / "final.state").is_file()
@@ -527,7 +515,7 @@ def test_a_latecomer_takes_files_and_waits_for_space_on_its_disk(late: Federatio
     with small_disk(late.folder / "another disk", late.directory("dave")) as filler:
         fill(filler)
         paths = [str(late.directory(name) / "final.state") for name in FINISHED]
-        start(late, "dave", "--log", "json", "--final-states", *paths)
+        late.start("dave", "--log", "json", "--final-states", *paths)
         full = until(lambda: printed(late, "dave", "disk"), "dave waits for space")[0]
         assert full["file"] == str(late.directory("dave") / "owner.json")
         assert late.processes["dave"].poll() is None
@@ -538,9 +526,9 @@ def test_a_latecomer_takes_files_and_waits_for_space_on_its_disk(late: Federatio
 
 
 def test_a_latecomer_gets_states_from_members_that_are_started_again(late: Federation) -> None:
-    start(late, "dave")
+    late.start("dave")
     until(lambda: late.events("dave", "ready"), "dave is up")
     for name in FINISHED:
-        start(late, name)
+        late.start(name)
     assert late.finish() == dict.fromkeys(late.processes, 0)
     assert is_between_the_others(late, "dave")

@@ -20,8 +20,6 @@ TIMES = Times(grace=0.4, start_grace=300.0, retry=0.1, linger=2.0)
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     with live_federation.on_loopback(tmp_path_factory.mktemp("membership"), TIMES, **TINY) as made:
         made.start_all()
-        for name in NAMES:
-            until(lambda name=name: made.iteration(name) > 3, f"{name} has begun")
         yield made
 
 
