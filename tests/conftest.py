@@ -48,11 +48,12 @@ SECONDS_TO_END = 120  # that the teardown of a failed test may take, and the pro
 TESTS = Path(__file__).parent
 # Whole files go to processes, the longest first, so that no core waits for the other at the end.
 LONGEST = [
-    "experiments/test_sweeps.py",
-    "live/test_faults.py",
-    "live/test_live.py",
-    "federation/test_devices.py",
+    "live/test_hardening.py",
     "cli/test_cli.py",
+    "live/test_live.py",
+    "live/test_faults.py",
+    "experiments/test_sweeps.py",
+    "live/test_protocol.py",
     "test_contracts.py",
     "robust/test_aggregators.py",
     "engines/test_flower.py",

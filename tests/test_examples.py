@@ -116,6 +116,7 @@ def test_an_exported_policy_balances_the_pole_without_jax(tmp_path: Path) -> Non
     assert (done.returncode, done.stdout) == (0, "CartPole-v1: return 500.0\n[]\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_members_of_a_live_federation_end_with_equal_parameters(tmp_path: Path) -> None:
     text = example("live_federation.py", tmp_path)
     assert number(r"Largest difference between the honest members' parameters: (.+)", text) <= 1e-6

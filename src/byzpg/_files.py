@@ -1,8 +1,10 @@
 """Files are written whole or not at all."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +17,14 @@ def flush_directory(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def append_whole(file: FileIO, line: bytes) -> None:
+    """Append a line whole or not at all, even if the disk is full."""
+    start = file.seek(0, os.SEEK_END)
+    if os.write(file.fileno(), line) < len(line):
+        os.ftruncate(file.fileno(), start)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:

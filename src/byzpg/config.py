@@ -203,7 +203,7 @@ class Config:
     def without_task(self) -> dict[str, Any]:
         """The resolved options, as far as they are known and can be checked without building a task on the host.
 
-        To build a task can mean to run the code of whoever named it. Its horizon is left out if it is not given.
+        Building a task can run code that someone else has named. Its horizon is left out if it is not given.
         """
         return self._filled(envs.built_in)
 

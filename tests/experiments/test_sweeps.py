@@ -508,7 +508,7 @@ def test_a_cell_that_fails_is_named_and_the_others_are_there(
     assert "KeyError: 'the map is missing'" in Path("s/logs/worker-1.log").read_text()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_workers_end_with_whoever_started_them(
     how: signal.Signals,
     started: Callable[..., Command],

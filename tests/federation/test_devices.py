@@ -122,6 +122,7 @@ ONE_SEED: dict[str, Any] = TINY | {"num_seeds": 1}
 FOR_TWO = Config(algorithm="ByzPG", num_agents=5, num_byzantine=1, aggregator="Krum", trajectories=80, **ONE_SEED)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_and_go_on_as_one(tmp_path: Path) -> None:
     """The second of them has no files."""
     config = FOR_TWO

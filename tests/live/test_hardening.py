@@ -127,6 +127,7 @@ def restore_in_place(older: Path, directory: Path) -> None:
                 file.truncate()
 
 
+@pytest.mark.slow
 def test_a_directory_from_a_backup_is_noticed(federation: Federation) -> None:
     """A copy has other files than those that the mark names. After a snapshot, only the other members can tell."""
     directory, older = federation.directory("dave"), federation.folder / "older"
@@ -525,6 +526,7 @@ def test_a_latecomer_takes_files_and_waits_for_space_on_its_disk(late: Federatio
     late.directory("dave").unlink()
 
 
+@pytest.mark.slow
 def test_a_latecomer_gets_states_from_members_that_are_started_again(late: Federation) -> None:
     late.start("dave")
     until(lambda: late.events("dave", "ready"), "dave is up")

@@ -132,7 +132,7 @@ QUICK = Times(grace=1.5, start_grace=300.0)
 @pytest.mark.parametrize(
     ("attack", "options", "times"),
     [
-        (None, {}, PATIENT),
+        pytest.param(None, {}, PATIENT, marks=pytest.mark.slow),
         ("SignFlip", {}, PATIENT),
         # Small batches, plain SGD (whose v̂ follows from the agreed step), and no agreement at all.
         pytest.param(

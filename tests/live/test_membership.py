@@ -12,6 +12,8 @@ from byzpg.live.amendment import Amendment, amended
 from byzpg.live.identity import Member, generate, read_key, write_identity
 from byzpg.live.manifest import Manifest, Times
 
+pytestmark = pytest.mark.slow
+
 TINY = {"horizon": 50, "large_batch": 4, "hidden": (8,), "rounds": 1, "trajectories": 400_000, "seed": 1}
 TIMES = Times(grace=0.4, start_grace=300.0, retry=0.1, linger=2.0)
 
@@ -85,7 +87,6 @@ def test_a_member_restarts_with_the_first_manifest(changed: Federation) -> None:
     changed.wait_until_together(*STAYING, "frank")
 
 
-@pytest.mark.slow
 def test_keys_are_rotated_and_a_member_that_was_away_hears_of_it(changed: Federation) -> None:
     federation = changed
     folder, old = federation.folder, federation.manifest
@@ -121,7 +122,6 @@ def test_incomplete_amendments_have_no_effect(changed: Federation) -> None:
     federation.wait_for_iterations(15, "alice", "dave")
 
 
-@pytest.mark.slow
 def test_members_recover_after_a_loss_of_power(changed: Federation) -> None:
     """All have lost what they signed, so none may sign anything; with a new manifest they continue."""
     federation = changed

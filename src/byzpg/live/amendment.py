@@ -6,7 +6,6 @@ of a manifest and K > 3f, only one can be complete: two would have K − 2f > f 
 """
 
 import json
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 
 from byzpg._files import write_atomically
-from byzpg.live.identity import Member, PrivateIdentity, to_toml
+from byzpg.live.identity import Member, PrivateIdentity, read_toml, to_toml
 from byzpg.live.manifest import Manifest
 
 TAG = b"byzpg approval 1\n"
@@ -39,11 +38,7 @@ class Amendment:
     @classmethod
     def load(cls, path: Path) -> "Amendment":
         """Read an amendment from a TOML file."""
-        try:
-            values = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-            raise ValueError(f"amendment {path} cannot be read: {error}") from None
-        return cls.of(values, str(path))
+        return cls.of(read_toml(path, "amendment"), str(path))
 
     @classmethod
     def of(cls, values: object, source: str) -> "Amendment":

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -237,12 +238,17 @@ def _card_content(member: Member) -> bytes:
     return CARD_TAG + "\n".join(member.as_data().values()).encode()
 
 
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """Read a TOML file that may come from anyone; an error calls it by `what` it should be."""
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{what} {path} cannot be read: {error}") from None
+
+
 def read_card(path: Path) -> Member:
     """Read a card, which the member must have signed itself."""
-    try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(f"card {path} cannot be read: {error}") from None
+    values = read_toml(path, "card")
     signature = values.pop("signature", "")
     try:
         member = Member.of(values)

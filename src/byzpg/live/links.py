@@ -324,12 +324,14 @@ class Links:
 
     # Accepting
 
-    def _caller(self, context: aio.ServicerContext) -> int | None:
-        """The position of the caller, by its certificate; None if it is not a member."""
+    async def _caller(self, context: aio.ServicerContext) -> int:
+        """The position of the caller, by its certificate; a call of anyone but a member ends here."""
         certificates = list(context.auth_context().get("x509_pem_cert") or ())
         caller = self._by_fingerprint.get(fingerprint(certificates[0])) if certificates else None
-        if caller is not None:
-            self._door.authenticated(context.peer())
+        if caller is None:
+            self.events.refused(None, "stranger", f"a certificate that is not in the manifest, from {context.peer()}")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
+        self._door.authenticated(context.peer())
         return caller
 
     def _closed_strangers(self, address: str, number: int) -> None:
@@ -337,10 +339,7 @@ class Links:
         self.events.refused(None, "stranger", words)
 
     async def _accept(self, requests: object, context: aio.ServicerContext) -> None:
-        caller = self._caller(context)
-        if caller is None:
-            self.events.refused(None, "stranger", f"a certificate that is not in the manifest, from {context.peer()}")
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
+        caller = await self._caller(context)
         if caller >= self.own:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "of two members, the earlier one dials")
         if asyncio.get_running_loop().time() < self._banished.get(caller, 0):
@@ -365,9 +364,7 @@ class Links:
         await self._converse(caller, Stream(context.read, context.write, refuse, version))
 
     async def _report(self, request: bytes, context: aio.ServicerContext) -> bytes:
-        caller = self._caller(context)
-        if caller is None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
+        caller = await self._caller(context)
         await self._pause(caller)
         return self.events.status()
 
@@ -377,9 +374,7 @@ class Links:
             await asyncio.sleep(seconds)
 
     async def _amend(self, request: bytes, context: aio.ServicerContext) -> bytes:
-        caller = self._caller(context)
-        if caller is None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
+        caller = await self._caller(context)
         await self._pause(caller)
         began = perf_counter()
         self.events.amended(request)

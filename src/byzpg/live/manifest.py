@@ -5,7 +5,6 @@ Its hash is in every message.
 
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -16,7 +15,7 @@ from uuid import UUID, uuid4
 from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
 from byzpg.federation.algorithms import ALGORITHMS
-from byzpg.live.identity import Member, to_toml
+from byzpg.live.identity import Member, read_toml, to_toml
 from byzpg.live.protocol import Course
 
 VERSION = 1
@@ -208,10 +207,7 @@ class Manifest:
     @classmethod
     def load(cls, path: Path) -> "Manifest":
         """Read a manifest from a TOML file: also one of byzpg 0.1, or an amendment, whose approvals are not read."""
-        try:
-            values = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-            raise ValueError(f"manifest {path} cannot be read: {error}") from None
+        values = read_toml(path, "manifest")
         values.pop("approvals", None)
         return cls.of(values, str(path))
 

@@ -649,8 +649,8 @@ class Protocol:
     def _signed_at_most(self) -> int:
         """The last step for which this member can have signed a message, by where the others are.
 
-        Whoever signs in an iteration has finished the one before with K − f messages, so all but f of the others have
-        reached at least that one.
+        A member that signs in an iteration has finished the one before with K − f messages, so all but f of the others
+        have reached at least that one.
         """
         reached = sorted(self._positions)[-1 - self.course.num_byzantine]
         return self.course.last_step(self.course.iteration(reached) + 1)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import prometheus_client
 
+from byzpg._files import append_whole
 from byzpg.live.serving import Handler, Server
 
 State = Literal["starting", "running", "waiting", "stalled", "behind", "finished"]
@@ -61,13 +62,10 @@ class Log:
         self._file.close()
 
     def _write(self, line: bytes) -> None:
-        """Append a line whole or not at all."""
         if self._file.seek(0, os.SEEK_END) + len(line) > self.LARGEST:
             with suppress(OSError):
                 self._rotate()
-        start = self._file.seek(0, os.SEEK_END)
-        if os.write(self._file.fileno(), line) < len(line):  # the disk is full
-            os.ftruncate(self._file.fileno(), start)
+        append_whole(self._file, line)
 
     def _rotate(self) -> None:
         """Continue in a new file. If a step fails, the open file stays in use, and the next call does the rest."""
@@ -96,14 +94,15 @@ class Numbers:
         def make(kind: Any, name: str, words: str, labels: tuple[str, ...] = (), **options: Any) -> Any:
             return kind(f"byzpg_{name}", words, labels, registry=self.registry, **options)
 
+        def seconds(name: str, words: str) -> Any:
+            buckets = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+            return make(prometheus_client.Histogram, name, words, buckets=buckets)
+
         gauge, counter = prometheus_client.Gauge, prometheus_client.Counter
         self.iteration = make(gauge, "iteration", "Iterations completed.")
         self.mean_return = make(gauge, "return", "Mean undiscounted return of this member's last episodes.")
-        self.round_seconds = make(
-            prometheus_client.Histogram,
-            "round_seconds",
-            "Seconds from the member's own message of a round to the last one that it waited for.",
-            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+        self.round_seconds = seconds(
+            "round_seconds", "Seconds from the member's own message of a round to the last one that it waited for."
         )
         self.rejected = make(counter, "messages_rejected", "Messages that were not used.", ("peer", "reason"))
         self.missing = make(gauge, "peers_missing", "Members without a message in the last round.")
@@ -116,12 +115,7 @@ class Numbers:
         self.behind = make(gauge, "peers_behind", "Members that are more than an iteration behind this one.")
         self.queued = make(gauge, "messages_queued", "Messages that wait to be sent.")
         self.damage = make(counter, "damage", "Damaged, lost or outdated files of this member.")
-        self.flush_seconds = make(
-            prometheus_client.Histogram,
-            "flush_seconds",
-            "Seconds until this member's files were safe on the disk.",
-            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
-        )
+        self.flush_seconds = seconds("flush_seconds", "Seconds until this member's files were safe on the disk.")
         self.stalled = make(gauge, "stalled", "1 while too few messages arrive to continue.")
         self.sent = make(gauge, "bytes_sent", "Bytes of messages sent, without TLS and HTTP/2.")
         self.received = make(gauge, "bytes_received", "Bytes of messages received, without TLS and HTTP/2.")

@@ -16,7 +16,6 @@ prevents that. It is on the disk before the member signs anything up to it, so t
 flushed one by one: what a power cut takes away lies at or below the mark, and there the member stays silent.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -31,7 +30,7 @@ from uuid import UUID
 
 import numpy as np
 
-from byzpg._files import flush_directory, write_atomically
+from byzpg._files import append_whole, flush_directory, write_atomically
 from byzpg.live.amendment import Amendment, check_chain
 from byzpg.live.identity import Member
 from byzpg.live.manifest import Manifest
@@ -254,11 +253,8 @@ class Store:
         return np.load(path, allow_pickle=False) if path.is_file() else None
 
     def append_progress(self, values: dict[str, Any]) -> None:
-        """Write a line about an iteration, whole or not at all."""
-        line, start = json.dumps(values).encode() + b"\n", self._progress.seek(0, os.SEEK_END)
-        if os.write(self._progress.fileno(), line) < len(line):
-            os.ftruncate(self._progress.fileno(), start)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        """Write a line about an iteration."""
+        append_whole(self._progress, json.dumps(values).encode() + b"\n")
 
     def read_progress(self) -> list[dict[str, Any]]:
         """One dictionary per iteration; if an iteration was done twice, the last one written."""
