@@ -71,6 +71,7 @@ def agreement(policy: str) -> tuple[float, float]:
     return float(np.mean(same_outcome)), float(np.mean(same_length))
 
 
+@pytest.mark.slow
 def test_flight_until_the_first_touch_is_gymnasiums() -> None:
     worst = []
     for theirs, (observations, rewards) in zip(*played("random"), strict=True):
@@ -82,6 +83,7 @@ def test_flight_until_the_first_touch_is_gymnasiums() -> None:
     assert np.median(worst) <= 2e-5
 
 
+@pytest.mark.slow
 def test_whole_episodes_at_random_are_gymnasiums() -> None:
     same_outcome, same_length = agreement("random")
     assert same_outcome >= 0.99
@@ -91,6 +93,7 @@ def test_whole_episodes_at_random_are_gymnasiums() -> None:
     assert np.median(np.abs(returns)) <= 0.01
 
 
+@pytest.mark.slow
 def test_landings_are_gymnasiums() -> None:
     """Gymnasium's controller sees our observations. Landing amplifies rounding errors, so some episodes differ."""
     same_outcome, same_length = agreement("heuristic")

@@ -150,6 +150,7 @@ def test_two_processes_stop_and_go_on_as_one(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "at-1").iterdir()] == ["config.json"]
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_first_process_ends_both(tmp_path: Path) -> None:
     """Its checkpoint cannot be written, while the other one is in the next program already."""
     (tmp_path / "at-0").mkdir()

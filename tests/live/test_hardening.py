@@ -470,6 +470,7 @@ def is_between_the_others(federation: Federation, name: str) -> bool:
     return bool(np.all((others.min(0) <= own) & (own <= others.max(0))))
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_member_its_records_but_not_its_place(late: Federation) -> None:
     unwritten = {Path(event["file"]).name for event in printed(late, "bob", "not written")}
     assert unwritten == {"progress.jsonl", "output.npy", "final.state"}
@@ -482,6 +483,7 @@ def test_a_full_disk_costs_a_member_its_records_but_not_its_place(late: Federati
     assert (late.directory("bob") / "final.state").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "change", "words"),
     [
@@ -512,6 +514,7 @@ def test_final_states_that_cannot_be_used_are_refused(
     assert len(names) == 2 or str(paths[-1]) in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_latecomer_takes_files_and_waits_for_space_on_its_disk(late: Federation) -> None:
     with small_disk(late.folder / "another disk", late.directory("dave")) as filler:
         fill(filler)

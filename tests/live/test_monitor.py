@@ -731,6 +731,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
             process.wait()
 
 
+@pytest.mark.slow
 def test_real_members_on_the_page(federation: Federation, visits: Visits) -> None:
     page = visits.open(federation.url)
     names = page.locator("#members tbody tr th b").all_inner_texts()
@@ -779,6 +780,7 @@ def test_real_members_on_the_page(federation: Federation, visits: Visits) -> Non
     check_looks(narrow)
 
 
+@pytest.mark.slow
 def test_the_monitor_ends_cleanly_when_told_to(federation: Federation) -> None:
     federation.monitor.send_signal(signal.SIGTERM)
     output, errors = federation.monitor.communicate()

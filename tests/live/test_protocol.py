@@ -274,7 +274,8 @@ PLANTED = {
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda each: each.__name__)
 def test_a_planted_bug_is_found(planted: type[Protocol]) -> None:
-    found = next((words for seed in range(600) if (words := violation(seed, planted))), "nothing")
+    seeds = range(400 if planted is SignsAtOnce else 0, 600)  # it is the rarest: seed 496 is the first to show it
+    found = next((words for seed in seeds if (words := violation(seed, planted))), "nothing")
     assert re.search(PLANTED[planted], found)
     assert "python tests/live_world.py" in found
 
