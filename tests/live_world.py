@@ -48,7 +48,7 @@ from byzpg.robust.agreement import MDA
 GRACE, START_GRACE, LINGER, LONG_LINGER, RETRY, ECHOES, FLUSH = 4.0, 10.0, 100.0, 250.0, 5.0, 5.0, 1.0
 LAST_FAULT, LONGEST_FAULT, PATIENCE = 25.0, 60.0, 1500.0
 MOST_EVENTS = 60_000
-DISK_FAULTS = ("power cut", "rot", "restored", "lost")
+DISK_FAULTS = ("power cut", "reboot", "rot", "restored", "lost")
 COUNTED = ("accused", "adopted", "crashes", "partitions", "agreed", "stuck", "late", "changed", *DISK_FAULTS)
 ROUNDING = 1e-9
 STEP_SIZE = 0.5
@@ -137,7 +137,7 @@ class Disk:
         self.slots = slots
         self.outbox: dict[int, Message | None] = {}  # by slot, which is overwritten in turn; None if it is damaged
         self.checkpoints: list[Checkpoint | None] = []  # the last two
-        self.mark = -1
+        self.mark, self.settled = -1, False
         self.masked: set[int] = set()
         self.same_boot, self.forgetful = True, False
         self.amended = False  # whether there is an amendment
@@ -153,9 +153,14 @@ class Disk:
         return max((each for each in self.checkpoints if each is not None), key=lambda each: each[0], default=None)
 
     def reserve(self, step: int) -> None:
-        if step > self.mark:
-            self.mark, self.same_boot, self.forgetful = step, True, False
+        if step > self.mark or self.settled:
+            self.mark, self.same_boot, self.forgetful, self.settled = step, True, False, False
             self.flushed = dict(self.outbox), list(self.checkpoints)
+
+    def settle(self, signed: int) -> None:
+        """As `LivePeer._settle_mark`."""
+        self.mark, self.same_boot, self.forgetful, self.settled = signed, True, False, True
+        self.flushed = dict(self.outbox), list(self.checkpoints)
 
     def forgotten_through(self) -> int:
         damaged = {slot for slot, message in self.outbox.items() if message is None}
@@ -169,10 +174,13 @@ class Disk:
 
     def cut_power(self) -> None:
         self.outbox, self.checkpoints = dict(self.flushed[0]), list(self.flushed[1])
-        self.same_boot = False
+        self.same_boot &= self.settled
 
     def rot(self, random: Random) -> None:
-        """Flip a bit in many records, and perhaps in the mark."""
+        """Flip a bit in many records, and perhaps in the mark; or only in the newest checkpoint."""
+        if random.random() < 0.3:
+            self.checkpoints = [*self.checkpoints[:-1], *[None for _ in self.checkpoints[-1:]]]
+            return
         self.outbox = {slot: None if random.random() < 0.7 else message for slot, message in self.outbox.items()}
         self.checkpoints = [None if random.random() < 0.3 else each for each in self.checkpoints]
         if random.random() < 0.3:
@@ -182,7 +190,7 @@ class Disk:
         """Begin with a new manifest, at the agreed iteration if its state is there."""
         agreed = [each for each in self.checkpoints if each is not None and each[0] == from_iteration]
         self.checkpoints = [agreed[-1]] if agreed else self.checkpoints[-1:]
-        self.outbox, self.mark, self.same_boot, self.forgetful = {}, -1, True, False
+        self.outbox, self.mark, self.same_boot, self.forgetful, self.settled = {}, -1, True, False, False
         self.flushed = {}, list(self.checkpoints)
         self.amended, self.epoch = True, 1
 
@@ -191,6 +199,7 @@ class Disk:
         made.amended, made.epoch = self.amended, self.epoch
         made.outbox, made.checkpoints, made.mark = dict(self.outbox), list(self.checkpoints), self.mark
         made.masked, made.flushed = set(self.masked), (dict(self.outbox), list(self.checkpoints))
+        made.settled = self.settled
         return made
 
 
@@ -255,6 +264,8 @@ class Member:
             disk.same_boot = False  # as `Mark.distrust`
         if self.meets and self.protocol.iteration <= self.world.from_iteration:
             self.shorten()
+        if checkpoint is not None:
+            self.reserve(checkpoint[0])
         self.world.after(self.world.drawn(1.0), self.guarded, self.life, self.start)
 
     def logged(self) -> dict[int, Message]:
@@ -270,13 +281,13 @@ class Member:
         return Message("echo", self.own, 0 if receipt is None else receipt.step, NOTHING, receipts, b"", b"")
 
     def linked(self, other: int) -> None:
+        if self.meets:
+            self.world.pass_on(self.own, other)
         self.do(self.protocol.linked(other, echoes=self.world.echoes))
 
     def start(self) -> None:
         if self.course is self.whole_course and self.change_if_due():
             return
-        if self.protocol.iteration == self.course.num_iterations:
-            self.reserve(self.protocol.iteration)
         self.do(self.protocol.start())
 
     def guarded(self, life: int, event: Callable[..., object], *arguments: Any) -> None:
@@ -930,6 +941,13 @@ class World:
         match how:
             case "power cut":
                 member.disk.cut_power()
+            case "reboot":  # an orderly one
+                disk, course = member.disk, member.course
+                checkpoint = 0 if disk.newest is None else course.first_step(disk.newest[0])
+                signed = max(checkpoint, *(each.step for each in disk.outbox.values() if each is not None), 0)
+                if member.protocol.may_reserve(member.protocol.iteration) and disk.mark >= signed:
+                    disk.settle(signed)
+                disk.cut_power()
             case "rot":
                 member.disk.rot(self.rng)
             case "restored":

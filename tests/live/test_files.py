@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from byzpg.live import store
 from byzpg.live.links import Mailbox
 from byzpg.live.protocol import Message
 from byzpg.live.records import HEAD, Records
@@ -68,7 +69,7 @@ def mark(path: Path, *, expected: bool = True) -> Mark:
     return Mark(records(path, 2), expected=expected)
 
 
-def test_a_mark_survives_and_says_when_it_cannot_be_relied_on(tmp_path: Path) -> None:
+def test_a_mark_survives_and_says_when_it_cannot_be_relied_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mark.bin"
     assert (mark(path, expected=False).step, mark(path, expected=False).lost) == (-1, False)
     assert mark(path).lost, "there should be one"
@@ -83,6 +84,16 @@ def test_a_mark_survives_and_says_when_it_cannot_be_relied_on(tmp_path: Path) ->
     assert (distrusted.step, distrusted.same_boot, distrusted.lost) == (20, False, False)
     distrusted.move(30)
     assert mark(path).same_boot
+
+    settled = mark(path)
+    settled.settle(25)
+    with monkeypatch.context() as rebooted:
+        rebooted.setattr(store, "_boot", lambda: bytes(range(16)))
+        again = mark(path)
+        assert (again.step, again.same_boot, again.settled) == (25, True, True), "an orderly end loses nothing"
+        again.move(30)
+    assert (mark(path).step, mark(path).same_boot, mark(path).settled) == (30, False, False)
+    mark(path).move(30)
 
     copy = tmp_path / "copy.bin"
     shutil.copy(path, copy)

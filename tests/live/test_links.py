@@ -15,7 +15,7 @@ from grpc import aio
 from live_federation import NAMES, Federation, free_ports, on_loopback, until
 
 from byzpg.live.identity import PrivateIdentity, generate, read_key
-from byzpg.live.links import LINK, SERVICE, STATUS, open_channel, server_credentials
+from byzpg.live.links import AMEND, LINK, MOST_CALLS, SERVICE, STATUS, _plain, open_channel, server_credentials
 from byzpg.live.manifest import Manifest, Times, new_manifest
 from byzpg.live.observe import LARGEST_STATUS, Observer
 
@@ -70,6 +70,36 @@ def test_a_member_refuses_compressed_messages(federation: Federation, method: st
     assert asyncio.run(send()) == (grpc.StatusCode.UNIMPLEMENTED, "Compression algorithm 'gzip' is disabled.")
     assert peak_memory(alice) - before < len(ZEROS) / 10
     assert asyncio.run(asked(federation))["alice"] is not None  # other calls are answered as before
+
+
+def test_a_member_cannot_take_all_places_or_calls(federation: Federation) -> None:
+    """Bob holds many connections, each with a call that never ends; the others are still answered."""
+    manifest, bob = federation.manifest, key_of(federation, "bob")
+
+    async def hold() -> tuple[int, int]:
+        channels = [open_channel(manifest, 1, bob, 0, LARGEST_STATUS) for _ in range(40)]
+        try:
+            calls = [channel.stream_unary(f"/{SERVICE}/{AMEND}")() for channel in channels]
+            await asyncio.wait([asyncio.create_task(call.code()) for call in calls], timeout=4.0)
+            refused = [call for call in calls if call.done() and (await call.code()) == grpc.StatusCode.UNAVAILABLE]
+            carol = Observer(manifest, 2, key_of(federation, "carol"))
+            try:
+                answers = await carol.ask(seconds=20)
+            finally:
+                await carol.close()
+            assert answers["alice"] is not None
+            return len(refused), sum(not call.done() for call in calls)
+        finally:
+            for channel in channels:
+                await channel.close()
+
+    refused, pending = asyncio.run(hold())
+    assert pending <= MOST_CALLS
+    assert refused >= 40 - MOST_CALLS
+
+
+def test_words_of_other_members_cannot_control_a_terminal() -> None:
+    assert _plain("\x1b[2J\nfinished \x07é" + "x" * 400) == "[2J finished  é" + "x" * 286
 
 
 async def asked(federation: Federation) -> Any:

@@ -393,6 +393,23 @@ def test_other_names_for_this_machine_get_nothing(server: Monitor) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
+def test_idle_connections_leave_room_for_others() -> None:
+    """Whoever holds connections open takes no more threads than there are places; then the next request is answered."""
+    stop = Numbers().serve("127.0.0.1", port := free_ports(1)[0])
+    try:
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3 * MOST_CONNECTIONS)]
+        until(
+            lambda: sum(each.name.startswith("Thread-") for each in threading.enumerate()) >= MOST_CONNECTIONS, "full"
+        )
+        assert threading.active_count() < 2 * MOST_CONNECTIONS
+        for each in idle:
+            each.close()
+        until(lambda: request(f"http://127.0.0.1:{port}", "GET", "/metrics", Host="localhost")[0] == 200, "an answer")
+    finally:
+        stop()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_the_metrics_have_the_same_guard(host: str) -> None:
     numbers, (port,) = Numbers(), free_ports(1)
     numbers.iteration.set(7)

@@ -121,6 +121,15 @@ def test_a_line_that_does_not_fit_on_the_disk_is_left_out_whole(
     assert [event["number"] for event in heard] == [0, 1, 2, 3]
 
 
+def test_a_log_goes_on_if_nobody_can_read_it(tmp_path: Path) -> None:
+    def full(event: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = Log(tmp_path / "log.jsonl", "alice", full)
+    log("start")
+    assert "start" in (tmp_path / "log.jsonl").read_text()
+
+
 def test_a_log_takes_any_text(tmp_path: Path) -> None:
     log = Log(tmp_path / "log.jsonl", "alice", None)
     name = os.fsdecode(b"/home/ren\xe9")  # a path in another encoding

@@ -11,6 +11,7 @@ from byzpg import __version__
 from byzpg.cli import membership
 from byzpg.cli.console import complain, errors, say
 from byzpg.cli.parsing import parse_command
+from byzpg.envs import host
 from byzpg.federation import devices
 from byzpg.robust.least_diameter import SearchLimitError
 
@@ -22,6 +23,7 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         say(f"byzpg {__version__}")
         return
+    host.on_import = _announce_import
     try:
         command = parse_command()
         try:
@@ -44,6 +46,10 @@ def main() -> None:
     except KeyboardInterrupt as stop:
         errors.print(escape(str(stop) or "Stopped."), highlight=False, soft_wrap=True)
         _exit(130)  # 128 + SIGINT, as in shells
+
+
+def _announce_import(module: str, task: str) -> None:
+    errors.print(escape(f"Importing the module {module!r} for the task {task!r}."), highlight=False, soft_wrap=True)
 
 
 def _dismiss_followers() -> None:

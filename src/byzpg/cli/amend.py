@@ -116,7 +116,8 @@ class Approve:
         _show(amendment, old)
         if self.name is not None:
             amendment = self._approved(amendment, self.name)
-        amendment.write(self.amendment)
+        if self.name is not None or self.copies:
+            amendment.write(self.amendment)
         names = ", ".join(amendment.approvals) or "nobody"
         say(f"Approved by {names}: {len(amendment.approvals)} of {num_needed(old)} approvals.")
         if amendment.is_complete(old):

@@ -23,10 +23,14 @@ class Membership:
 
     @classmethod
     def load(cls, path: Path, name: str, key: Path | None) -> "Membership":
-        """Read the manifest, and check the clock; without a key, the private key is NAME.key beside the manifest."""
+        """Read the manifest, and check the clock; without a key, the private key is NAME.key beside the manifest.
+
+        Certificates of other members do not count: one of them could choose a certificate that soon expires.
+        """
         from byzpg.live.identity import check_clock
         from byzpg.live.manifest import Manifest
 
         manifest = Manifest.load(path)
-        check_clock(manifest.members, datetime.now(UTC))
-        return cls(manifest, manifest.index(name), path.parent / f"{name}.key" if key is None else key)
+        index = manifest.index(name)
+        check_clock(manifest.members[index], datetime.now(UTC))
+        return cls(manifest, index, path.parent / f"{name}.key" if key is None else key)

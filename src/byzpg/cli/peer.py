@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +15,6 @@ from rich.markup import escape
 
 from byzpg.cli.console import console, errors, say
 from byzpg.cli.membership import Membership
-from byzpg.cli.train import announce_import
 
 if TYPE_CHECKING:  # needs the extra packages
     from byzpg.live.member import Options
@@ -70,7 +70,6 @@ class Peer:
         options = self._options(membership)
         if self.attack is not None:
             errors.print(f"[bold red]REHEARSAL:[/bold red] {self.name} attacks on purpose: {escape(self.attack)}")
-        announce_import(membership.manifest.options()["env"])
         try:
             kept = asyncio.run(self._take_part(membership, options))
         except asyncio.CancelledError:
@@ -117,11 +116,12 @@ class Peer:
         values = "  ".join(f"{name} {_shown(value)}" for name, value in event.items() if name not in in_front)
         clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         colour = COLOURS[event["level"]]
-        console.print(
-            f"[dim]{clock}[/dim] [{colour}]{event['event']:<12}[/{colour}] {escape(values)}",
-            soft_wrap=True,
-            highlight=False,
-        )
+        with suppress(SystemExit):  # from rich, if nobody reads its output any more; a member goes on
+            console.print(
+                f"[dim]{clock}[/dim] [{colour}]{event['event']:<12}[/{colour}] {escape(values)}",
+                soft_wrap=True,
+                highlight=False,
+            )
 
 
 def _shown(value: Any) -> str:

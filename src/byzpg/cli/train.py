@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.markup import escape
 
-from byzpg.cli.console import errors
 from byzpg.cli.hardware import HardwareOptions, follows_another_process
 from byzpg.cli.resume import COMPARISON, finish
 from byzpg.config import Config, Settings
-from byzpg.envs import host
 from byzpg.federation.devices import Hardware
 from byzpg.runs import RunDirectory
 
@@ -47,7 +44,6 @@ class Train:
     def run(self) -> None:
         if follows_another_process(self.hardware):
             return
-        announce_import(self.options.env)
         settings = self.options.resolved()
         directory = free_directory(settings) if self.directory is None else self.directory
         planned = {directory: settings}
@@ -57,12 +53,6 @@ class Train:
         for path, each in planned.items():
             RunDirectory.create(path, each)
         finish(directory)
-
-
-def announce_import(env: str) -> None:
-    """Say which module is about to be imported for a task, because its code then runs on this machine."""
-    if (module := host.imported_module(env)) is not None:
-        errors.print(escape(f"Importing the module {module!r} for the task {env!r}."), highlight=False, soft_wrap=True)
 
 
 def free_directory(settings: Settings) -> Path:

@@ -95,7 +95,7 @@ def _last_return(statuses: "Statuses") -> str:
 def members_table(manifest: "Manifest", statuses: "Statuses") -> Table:
     """A row per member: what it reports about itself, and what the others have seen of it.
 
-    Numbers that several members report are medians, which a single attacker cannot move.
+    Of what several members report, f of them cannot raise any number: it is a median, or one that f + 1 exceed or reach.
     """
     table = Table(
         title=f"federation {manifest.federation[:8]}, run {manifest.run[:8]}",
@@ -105,7 +105,7 @@ def members_table(manifest: "Manifest", statuses: "Statuses") -> Table:
     for column in ("member", "state", "iteration", "return", "round", "missed", "weight", "equivocated", "rejected"):
         table.add_column(column, justify="left" if column in ("member", "state") else "right")
     for member in manifest.members:
-        status, seen = statuses[member.name], _seen_by_others(member.name, statuses)
+        status, seen = statuses[member.name], _seen_by_others(member.name, statuses, manifest.num_byzantine)
         if status is None:
             table.add_row(member.name, "[red]no answer[/red]", "–", "–", "–", *seen)
         else:
@@ -120,18 +120,20 @@ def alarm(manifest: "Manifest", statuses: "Statuses") -> str | None:
     faulty = [member.name for member in manifest.members if reports[member.name] > tolerated]
     if len(faulty) <= tolerated:
         return None
-    return f"Too many faults: {', '.join(faulty)} are missing or have equivocated, and only {tolerated} may."
+    return f"Too many faults: {', '.join(faulty)} (missing or equivocated); the federation tolerates {tolerated}."
 
 
-def _seen_by_others(name: str, statuses: "Statuses") -> tuple[str, str, str, str]:
+def _seen_by_others(name: str, statuses: "Statuses", num_byzantine: int) -> tuple[str, str, str, str]:
     """Missed messages, weight, equivocations and rejected messages of a member."""
     seen = [other["others"][name] for each, other in statuses.items() if other is not None and each != name]
     weights = [each["weight"] for each in seen if each["weight"] is not None]
     return (
         f"{median_low([each['absences'] for each in seen] or [0])}",
         f"{median(weights):.0%}" if weights else "–",
-        f"{max((each['equivocations'] for each in seen), default=0)}",
-        f"{sum(sum(each['rejected'].values()) for each in seen)}",
+        *(
+            f"{sorted([0] * (num_byzantine + 1) + counts)[-1 - num_byzantine]}"
+            for counts in ([each["equivocations"] for each in seen], [sum(each["rejected"].values()) for each in seen])
+        ),
     )
 
 

@@ -151,6 +151,10 @@ def available() -> dict[str, str]:
     }
 
 
+def on_import(module: str, name: str) -> None:
+    """Called before a module is imported for a task, because its code then runs on this machine; see `byzpg.cli`."""
+
+
 def imported_module(name: str) -> str | None:
     """The module that is imported to make a task, unless it is Gymnasium's or EnvPool's own.
 
@@ -238,6 +242,8 @@ def _environment(name: str, drawn: bool = False) -> Any:
     """Make an environment; with `drawn`, one that renders images, if the task supports it."""
     kind, _, rest = name.partition(":")
     gymnasium = _extra("gymnasium")
+    if (module := imported_module(name)) is not None and module not in sys.modules:
+        on_import(module, name)
     if kind != "gymnasium":
         return _from_factory(name, gymnasium)
     make = partial(gymnasium.make, rest, disable_env_checker=True)

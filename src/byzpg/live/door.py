@@ -1,8 +1,8 @@
-"""Limits for incoming connections, which anybody can open: in total, per address, and until they are authenticated.
+"""Limits for incoming connections, which anybody can open: in total, per address, and per member.
 
 gRPC limits the total by itself, and closes what is beyond at once. It has no limit per address, so a stranger could
 take all places. `Door` therefore looks at the open sockets of this process from time to time, and ends those that are
-too many from one address, or too old, and not known to belong to a member.
+too many from one address, or too old, and not known to belong to a member. Members have a limit of their own.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ HANDSHAKE_SECONDS = 10.0
 # File descriptors that connections never take, for files and for the connections that this member opens itself.
 RESERVED_FILES = 96
 MOST_CONNECTIONS = 1024
+PER_MEMBER = 8  # one is enough for training; others are for watching, and old ones may not have been noticed to be dead
 LOOK_SECONDS, BUSY_LOOK_SECONDS = 0.25, 0.05
 
 Peer = tuple[str, int]  # address and port
@@ -48,7 +49,7 @@ def connection_limit(num_members: int) -> int:
 
 
 class Door:
-    """Ends incoming connections that strangers hold open.
+    """Ends incoming connections that strangers hold open, and those that are too many of one member.
 
     Args:
         port: The port on which this process accepts connections.
@@ -60,15 +61,15 @@ class Door:
     def __init__(self, port: int, num_members: int, limit: int, on_closed: Callable[[str, int], None]) -> None:
         self._port, self._limit, self._on_closed = port, limit, on_closed
         self._per_address = 16 + 2 * num_members
-        self._members: set[Peer] = set()
+        self._members: dict[Peer, int] = {}  # whose connections they are
         self._since: dict[Peer, float] = {}
 
-    def authenticated(self, peer: str) -> None:
+    def authenticated(self, peer: str, member: int) -> None:
         """Note that a connection, in gRPC's words, belongs to a member."""
         _, _, rest = unquote(peer).partition(":")
         address, _, port = rest.rpartition(":")
         with suppress(ValueError):
-            self._members.add((_plain(address.strip("[]")), int(port)))
+            self._members[_plain(address.strip("[]")), int(port)] = member
 
     async def keep(self) -> None:
         """Look after the door until the task is cancelled."""
@@ -81,10 +82,10 @@ class Door:
     def _look(self, now: float) -> int:
         """End what is too much; return how many connections there are."""
         held = dict(_incoming(self._port))
-        self._members &= held.keys()
+        self._members = {peer: member for peer, member in self._members.items() if peer in held}
         self._since = {peer: self._since.get(peer, now) for peer in held}
         by_address: dict[str, list[Peer]] = defaultdict(list)
-        for peer in sorted(held.keys() - self._members, key=lambda peer: self._since[peer]):
+        for peer in sorted(held.keys() - self._members.keys(), key=lambda peer: self._since[peer]):
             by_address[peer[0]].append(peer)
         for address, peers in by_address.items():
             old = [peer for peer in peers if now - self._since[peer] > HANDSHAKE_SECONDS]
@@ -93,7 +94,17 @@ class Door:
                 _shut_down(held[peer], peer)
             if ended:
                 self._on_closed(address, len(ended))
+        self._limit_members(held)
         return len(held)
+
+    def _limit_members(self, held: dict[Peer, int]) -> None:
+        """Of a member that holds too many connections, end the newest ones."""
+        by_member: dict[int, list[Peer]] = defaultdict(list)
+        for peer in sorted(self._members, key=lambda peer: self._since[peer]):
+            by_member[self._members[peer]].append(peer)
+        for peers in by_member.values():
+            for peer in peers[PER_MEMBER:]:
+                _shut_down(held[peer], peer)
 
 
 def _incoming(port: int) -> Iterator[tuple[Peer, int]]:

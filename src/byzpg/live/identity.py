@@ -9,7 +9,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -134,16 +134,15 @@ def _inverse(number: int) -> int:
     return pow(number, FIELD - 2, FIELD)  # by Fermat: 0 for 0, which can occur if no point has this y
 
 
-def check_clock(members: Iterable[Member], now: datetime) -> None:
+def check_clock(member: Member, now: datetime) -> None:
     """Raise a ValueError if a certificate is not valid now: TLS would only say that the connection was closed."""
-    for member in members:
-        certificate = x509.load_pem_x509_certificate(member.certificate.encode())
-        first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-        if not first <= now <= last:
-            raise ValueError(
-                f"this machine's clock says {now:%Y-%m-%d %H:%M} UTC, but the certificate of {member.name} is valid "
-                f"from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC: set the clock."
-            )
+    certificate = x509.load_pem_x509_certificate(member.certificate.encode())
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not first <= now <= last:
+        raise ValueError(
+            f"this machine's clock says {now:%Y-%m-%d %H:%M} UTC, but the certificate of {member.name} is valid "
+            f"from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC: set the clock, or rotate the key."
+        )
 
 
 def check_name(name: str) -> None:

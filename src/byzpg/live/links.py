@@ -9,8 +9,9 @@ older one. Nor can a member keep this one busy: what it sends in vain is read on
 import asyncio
 import random
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from time import perf_counter
@@ -33,6 +34,7 @@ PATIENCE, BANISHMENT = 50, 5.0
 # Seconds until a member with another manifest may connect again; it may be about to change to this one.
 DIFFERENT_MANIFEST_PAUSE = 0.5
 CALL_SECONDS = 0.001  # what answering a call costs this member, at least
+MOST_CALLS = 8  # of one member at once
 # Versions of the protocol. The dialling member says which ones it speaks, and the other one chooses; a member of byzpg
 # 0.1 or 0.2 says nothing, and speaks version 1, which has no echoes. Since the choice travels beside the messages, old
 # members do not notice it.
@@ -65,7 +67,7 @@ def channel_options(largest: int) -> list[tuple[str, Any]]:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", 10_000),
-        ("grpc.max_concurrent_streams", 16),
+        ("grpc.max_concurrent_streams", MOST_CALLS),
         ("grpc.max_connection_idle_ms", 60_000),
         ("grpc.max_metadata_size", 8192),
     ]
@@ -174,6 +176,11 @@ class Events:
     amended: Callable[[bytes], None]  # another member passes on an amendment, which can be any bytes
 
 
+def _plain(words: str) -> str:
+    """Words that another member may have chosen, so that a terminal can show them."""
+    return "".join(each if each.isprintable() else " " for each in words[:300]).strip()
+
+
 def _seconds(frame: bytes) -> float:
     return FRAME_SECONDS + len(frame) / BYTES_PER_SECOND
 
@@ -234,6 +241,8 @@ class Links:
         self._hello = manifest.canonical + b"\n" + plan_digest.encode()
         self._longest_hello = 2 * len(self._hello) + 4096
         self.limit = max(largest, self._longest_hello, LARGEST_AMENDMENT)
+        # It takes a millisecond per member to read one. Members that grow faster in number put it into each directory.
+        self._longest_amendment = min(4 * len(self._hello) + 2**16, LARGEST_AMENDMENT)
         self.connected: set[int] = set()
         self.bytes_sent = self.bytes_received = 0
         self._mailboxes = [Mailbox() for _ in manifest.members]
@@ -248,6 +257,7 @@ class Links:
         self._bad = [0 for _ in manifest.members]  # bad messages in a row
         self._allowances = [Allowance() for _ in manifest.members]
         self._seconds_queued = [0.0 for _ in manifest.members]
+        self._calls: Counter[int] = Counter()  # in progress, by member
         limit = connection_limit(len(manifest.members))
         port = int(listen.rpartition(":")[2])
         self._door = Door(port, len(manifest.members), limit, self._closed_strangers)
@@ -259,8 +269,9 @@ class Links:
         """Accept connections, and begin to dial."""
         handlers = {
             LINK: grpc.stream_stream_rpc_method_handler(self._accept),
-            STATUS: grpc.unary_unary_rpc_method_handler(self._report),
-            AMEND: grpc.unary_unary_rpc_method_handler(self._amend),
+            # A caller sees no difference from unary calls; but gRPC would read their requests before it calls us.
+            STATUS: grpc.stream_unary_rpc_method_handler(self._report),
+            AMEND: grpc.stream_unary_rpc_method_handler(self._amend),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:
@@ -324,31 +335,49 @@ class Links:
 
     # Accepting
 
-    async def _caller(self, context: aio.ServicerContext) -> int:
-        """The position of the caller, by its certificate; a call of anyone but a member ends here."""
+    @asynccontextmanager
+    async def _call(self, context: aio.ServicerContext) -> AsyncIterator[int]:
+        """The position of the caller, by its certificate; a call of anyone but a member, or one too many, ends here.
+
+        A caller that has wasted this member's time waits before the call begins, also if it has connected anew.
+        """
         certificates = list(context.auth_context().get("x509_pem_cert") or ())
         caller = self._by_fingerprint.get(fingerprint(certificates[0])) if certificates else None
         if caller is None:
             self.events.refused(None, "stranger", f"a certificate that is not in the manifest, from {context.peer()}")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this certificate is not in the manifest")
-        self._door.authenticated(context.peer())
-        return caller
+        self._door.authenticated(context.peer(), caller)
+        if self._calls[caller] >= MOST_CALLS:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "too many calls at once: wait")
+        self._calls[caller] += 1
+        try:
+            allowance = self._allowances[caller]
+            seconds = allowance.spend(CALL_SECONDS, perf_counter())
+            while seconds:
+                await asyncio.sleep(seconds)
+                seconds = allowance.spend(0.0, perf_counter())  # others of its calls may have spent more meanwhile
+            yield caller
+        finally:
+            self._calls[caller] -= 1
 
     def _closed_strangers(self, address: str, number: int) -> None:
         words = f"{number} connections from {address} that did not authenticate were closed"
         self.events.refused(None, "stranger", words)
 
     async def _accept(self, requests: object, context: aio.ServicerContext) -> None:
-        caller = await self._caller(context)
+        async with self._call(context) as caller:
+            await self._accept_from(caller, context)
+
+    async def _accept_from(self, caller: int, context: aio.ServicerContext) -> None:
         if caller >= self.own:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "of two members, the earlier one dials")
         if asyncio.get_running_loop().time() < self._banished.get(caller, 0):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "too many bad messages: wait")
+            words = "too many bad messages, or another manifest: wait before you connect again"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, words)
 
         async def refuse(words: str) -> None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, words)
 
-        await self._pause(caller)
         spoken = dict(context.invocation_metadata() or ()).get(SPOKEN, "1")
         chosen = max((each for each in VERSIONS if str(each) in str(spoken).split(",")), default=None)
         if chosen is None:
@@ -363,23 +392,17 @@ class Links:
         await context.send_initial_metadata(((CHOSEN, str(chosen)),))
         await self._converse(caller, Stream(context.read, context.write, refuse, version))
 
-    async def _report(self, request: bytes, context: aio.ServicerContext) -> bytes:
-        caller = await self._caller(context)
-        await self._pause(caller)
-        return self.events.status()
+    async def _report(self, requests: object, context: aio.ServicerContext) -> bytes:
+        async with self._call(context):
+            return self.events.status()
 
-    async def _pause(self, caller: int) -> None:
-        """Let a member that has wasted this one's time wait, also if it connects anew."""
-        if seconds := self._allowances[caller].spend(CALL_SECONDS, perf_counter()):
-            await asyncio.sleep(seconds)
-
-    async def _amend(self, request: bytes, context: aio.ServicerContext) -> bytes:
-        caller = await self._caller(context)
-        await self._pause(caller)
-        began = perf_counter()
-        self.events.amended(request)
-        await asyncio.sleep(self._allowances[caller].spend(perf_counter() - began, perf_counter()))
-        return b""
+    async def _amend(self, requests: object, context: aio.ServicerContext) -> bytes:
+        async with self._call(context) as caller:
+            request, began = await context.read(), perf_counter()
+            if isinstance(request, bytes) and len(request) <= self._longest_amendment:
+                self.events.amended(request)
+            self._allowances[caller].spend(perf_counter() - began, perf_counter())
+            return b""
 
     def pass_on(self, amendments: Sequence[bytes], to: int) -> None:
         """Tell a member, once, what has replaced a manifest that it may still have."""
@@ -439,8 +462,7 @@ class Links:
             grpc.StatusCode.RESOURCE_EXHAUSTED: "oversized",
             grpc.StatusCode.PERMISSION_DENIED: "banished",
         }.get(code, "unreachable")
-        # Another member chose these words, and they may be shown in a terminal.
-        words = "".join(each if each.isprintable() else " " for each in (details or code.name)[:300]).strip()
+        words = _plain(details or code.name)
         if self._reported.get(other) != reason or reason == "oversized":
             self._reported[other] = reason
             self.events.refused(other, reason, words)
@@ -504,7 +526,10 @@ class Links:
             ended = await asyncio.gather(reader, writer, return_exceptions=True)
             if self._streams.get(other) is asyncio.current_task():  # otherwise a new connection has replaced this one
                 self.connected.discard(other)
-                words = [str(each) for each in ended if isinstance(each, Exception)]
+                failures = [each for each in ended if isinstance(each, Exception)]
+                words = [
+                    _plain(str(each.details() if isinstance(each, aio.AioRpcError) else each)) for each in failures
+                ]
                 self.events.unlinked(other, words[0] if words else "the connection ended")
         return ended[0] if isinstance(ended[0], aio.AioRpcError) else None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -345,6 +346,8 @@ class LivePeer:
         self.log("start", iteration=self.protocol.iteration, restarted=self._checkpoint is not None)
         with ThreadPoolExecutor(1, "agent") as pool:
             loop = asyncio.get_running_loop()
+            if self._checkpoint is not None:  # others can ask for its state from now on, and states are signed as well
+                self._reserve_at_once(self._checkpoint.iteration)
             await self.links.open()
             worker = asyncio.create_task(self._work(pool))
             over = asyncio.create_task(self._over.wait())
@@ -352,8 +355,6 @@ class LivePeer:
             try:
                 await loop.run_in_executor(pool, self.computation.warm_up)
                 self.log("ready")
-                if self.protocol.iteration == self.course.num_iterations:  # a barrier needs no computation
-                    await loop.run_in_executor(pool, self._reserve_at_once, self.protocol.iteration)
                 self._react(self.protocol.start)
                 if self.successor is not None:
                     self._pass_on_successor()
@@ -407,7 +408,7 @@ class LivePeer:
                 case Send(to, message):
                     self._send(to, message)
                 case LogMessage(message):
-                    if message.step > max(self._mark.step, 0):
+                    if message.step > 0 and not self._is_reserved(message.step):
                         raise RuntimeError(f"step {message.step} was signed beyond the mark, {self._mark.step}.")
                     self._outbox.put(message.step, message.frame)
                     self._step_began = asyncio.get_running_loop().time()
@@ -503,12 +504,15 @@ class LivePeer:
 
     def _reserve(self, iteration: int) -> Future[None] | None:
         """Move the mark, if necessary, so that this member may sign messages of an iteration."""
-        if not self.protocol.may_reserve(iteration) or self._mark_after(iteration) <= self._mark.step:
+        if not self.protocol.may_reserve(iteration) or self._is_reserved(self._mark_after(iteration)):
             return None
         (before, then), now = self._reserved, time.monotonic()
         self._reserved = iteration, now
         ahead = min(int(RESERVED_SECONDS * (iteration - before) / max(now - then, 1e-9)), MOST_RESERVED)
-        return self._disk.submit(self._flush, self._mark_after(iteration + ahead))
+        return self._disk.submit(self._flush, partial(self._mark.move, self._mark_after(iteration + ahead)))
+
+    def _is_reserved(self, step: int) -> bool:
+        return step <= self._mark.step and not self._mark.settled
 
     def _mark_after(self, iteration: int) -> int:
         """The mark that covers an iteration, the barrier that may follow it, and the state after it."""
@@ -518,19 +522,22 @@ class LivePeer:
         if (reserved := self._reserve(iteration)) is not None:
             reserved.result()
 
-    def _flush(self, mark: int) -> None:
+    def _flush(self, set_mark: Callable[[], None]) -> None:
         began = time.monotonic()
         self._outbox.flush()
         self._checkpoints.flush()
-        self._mark.move(mark)
+        set_mark()
         self.status.numbers.flush_seconds.observe(time.monotonic() - began)
 
     def _settle_mark(self) -> None:
-        """At an orderly end, set the mark to what was really signed, so that the next start need not be careful."""
+        """At an orderly end, set the mark to what was really signed, so that the next start need not be careful.
+
+        Not even if the machine was started anew meanwhile: all is on the disk.
+        """
         state = 0 if self._checkpoint is None else self.course.first_step(self._checkpoint.iteration)
         signed = max(state, *self.protocol.sent, 0)
-        if self.protocol.may_reserve(self.protocol.iteration) and self._mark.step > signed:
-            self._flush(signed)
+        if self.protocol.may_reserve(self.protocol.iteration) and self._mark.step >= signed:
+            self._flush(partial(self._mark.settle, signed))
 
     def _computed(self, step: int, vector: np.ndarray) -> list[Action]:
         if is_sound_on_host(vector):
@@ -700,6 +707,8 @@ class LivePeer:
     def _linked(self, other: int, version: int) -> None:
         self._with_other_manifest.discard(other)
         self.log.seldom("linked", other, pause=1.0, to=self._name(other), version=version)
+        if self.successor is not None:  # it may have been away when the others heard of it
+            self.links.pass_on([self.successor.to_bytes()], other)
         self._react(lambda: self.protocol.linked(other, echoes=version >= ECHO_VERSION))
 
     def _unlinked(self, other: int, words: str) -> None:
@@ -778,7 +787,7 @@ class LivePeer:
         self.status.fault(sorted(faults))
         if len(faults) > self.course.num_byzantine:
             names = [self._name(each) for each in sorted(faults)]
-            words = f"{len(faults)} members are missing or have equivocated, and {self.course.num_byzantine} may"
+            words = f"members are missing or have equivocated; the federation tolerates {self.course.num_byzantine}"
             self.log("faults", level="error", members=names, words=words)
 
     def _tolerate(self, what: str, write: Callable[[], Written]) -> Written | None:

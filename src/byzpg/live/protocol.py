@@ -264,8 +264,11 @@ class Protocol:
     _echoed: set[int] = field(default_factory=set, init=False)  # members that told what they have from this one
     _cleared: bool = field(default=False, init=False)  # whether enough of them have, to sign something new
     _unsigned: tuple[int, np.ndarray] | None = field(default=None, init=False)  # a step's vector, until then
+    _has_adopted: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        if self.silent_through > 0:  # whole iterations: what one may sign of an iteration is reserved as a whole
+            self.silent_through = self.course.last_step(self.course.iteration(self.silent_through))
         self._positions = [-1] * self.course.num_members
         self._absences = [0] * self.course.num_members
         # What the others had sent is known from the receipts in this member's own messages.
@@ -341,7 +344,7 @@ class Protocol:
 
     def adopted(self, iteration: int) -> list[Action]:
         """The state at the beginning of an iteration was adopted from other members, and is safe on the disk."""
-        self._adopting = False
+        self._adopting, self._has_adopted = False, True
         self._states.clear()
         return self._calm() + self._begin(iteration)
 
@@ -519,7 +522,7 @@ class Protocol:
         actions: list[Action] = []
         if self.step != first:
             actions += self._enter(first)
-        actions += [SendState(other) for other in sorted(self._behind)]
+        actions += [SendState(other) for other in sorted(self._behind) if self._may_sign_state(iteration)]
         self._behind.clear()
         self._lagging.clear()
         if iteration == self.course.num_iterations:
@@ -543,12 +546,17 @@ class Protocol:
             # The state is sent again when the next iteration begins, at the same time as those of the other members.
             self._behind.add(sender)
         self._lagging[sender] += 1
-        # A state is signed as well, and this member may have signed another one for the same iteration.
-        may_send = self.course.first_step(self.iteration) > self.silent_through
-        if may_send and (message is None or asked_again):
-            previous = asked_again and self.course.first_step(self.iteration - 1) > self.silent_through
-            actions.append(SendState(sender, previous))
+        if self._may_sign_state(self.iteration) and (message is None or asked_again):
+            actions.append(SendState(sender, previous=asked_again and self._may_sign_state(self.iteration - 1)))
         return actions
+
+    def _may_sign_state(self, iteration: int) -> bool:
+        """Whether this member cannot have signed another state for the same iteration.
+
+        One that it has adopted may differ from one that it has forgotten, of which the others can tell.
+        """
+        told = self._cleared or not (self.forgetful or self._has_adopted)
+        return told and self.course.first_step(iteration) > self.silent_through
 
     def _offered(self, message: Message) -> list[Action]:
         """Keep a member's state of a later iteration; adopt it once K − f members have sent theirs."""
@@ -619,7 +627,8 @@ class Protocol:
         kept_since = self.course.first_step(self.iteration - 1) if self.iteration > 0 else 0
         if receipt.sender != self.course.own or receipt.step < kept_since or not self.verify(receipt):
             return []
-        through = self.course.last_step(self.course.iteration(receipt.step))
+        # It may also have signed the state with which the next iteration begins.
+        through = self.course.last_step(self.course.iteration(receipt.step) + 1)
         if through <= self.silent_through:
             return []
         self.silent_through = through
@@ -636,13 +645,14 @@ class Protocol:
             patient: Whether to wait for all others, which the next `SetTimer` ends.
         """
         # One that has forgotten everything must also know where the others are.
-        known = [other for other in self._echoed if not self.forgetful or self._positions[other] >= 0]
+        known = [other for other in self._echoed if not self.forgetful or self._positions[other] > 0]
         missing = self.course.num_members - 1 - len(known)
         if self._cleared or missing > (0 if patient else self.course.num_byzantine):
             return []
         self._cleared = True
         if self.forgetful:
-            self.silent_through = max(self.silent_through, self._signed_at_most())
+            here = self.course.last_step(self.iteration)
+            self.silent_through = max(self.silent_through, here, self._signed_at_most())
         (step, vector), self._unsigned = self._unsigned or (-1, NOTHING), None
         return self.computed(step, vector)
 

@@ -3,14 +3,17 @@
 import ipaddress
 import re
 import socketserver
+import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET, AF_INET6
 from typing import Any
 
+MOST_CONNECTIONS = 32  # at once
+
 
 class Server(ThreadingHTTPServer):
-    """Serves requests, one thread for each.
+    """Serves requests, one thread for each, and closes connections that are too many.
 
     Args:
         what: What is served, for the error.
@@ -23,6 +26,7 @@ class Server(ThreadingHTTPServer):
     """
 
     def __init__(self, what: str, host: str, port: int, handler: "type[Handler]") -> None:
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.address_family = AF_INET6 if ":" in host else AF_INET
         try:
             super().__init__((host, port), handler)
@@ -34,6 +38,18 @@ class Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer's would ask the name service, which can take long
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that closes its connection is not an error."""
 
@@ -42,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers requests, but on this machine's own addresses only those that ask for this machine."""
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
-    timeout = 10.0  # seconds for a request, after which the connection is closed
+    timeout = 10.0  # seconds without a byte, after which the connection is closed
 
     def parse_request(self) -> bool:
         """Read a request; returns whether to answer it."""

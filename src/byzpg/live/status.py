@@ -56,7 +56,8 @@ class Log:
             # The text may hold a path whose bytes are not UTF-8.
             self._write(json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
         if self._sink is not None:
-            self._sink(line)
+            with suppress(OSError, ValueError):
+                self._sink(line)
 
     def close(self) -> None:
         self._file.close()

@@ -72,13 +72,16 @@ def manifests(directory: Path, first: Manifest) -> list[Manifest]:
     return found
 
 
+SETTLED = b"\xff" * 16  # in place of the machine's boot: nothing was lost, whatever happened to the machine since
+
+
 class Mark:
     """The last step for which a message may have been signed, and whether its file can be relied on."""
 
     CONTENT = struct.Struct("<q16sQQ")  # the step, the machine's boot, and the device and number of the file
 
     def __init__(self, records: Records, *, expected: bool) -> None:
-        self.path, self.step, self.same_boot = records.path, -1, True
+        self.path, self.step, self.same_boot, self.settled = records.path, -1, True, False
         self._records = records
         found = records.read()
         self._number = max(found, default=-1)
@@ -86,16 +89,26 @@ class Mark:
         self.lost = expected
         if found:
             self.step, boot, *place = self.CONTENT.unpack(found[self._number])
-            self.same_boot = boot == _boot() and any(boot)
+            self.settled = boot == SETTLED
+            self.same_boot = self.settled or (boot == _boot() and any(boot))
             self.lost = bool(records.damaged) or tuple(place) != records.identity()
 
     def move(self, step: int) -> None:
         """Set the mark; on return it is safe on the disk."""
+        self._set(step, _boot())
+        self.settled = False
+
+    def settle(self, step: int) -> None:
+        """Set the mark to the last step that was signed, when nothing can be lost; `move` it before signing more."""
+        self._set(step, SETTLED)
+        self.settled = True
+
+    def _set(self, step: int, boot: bytes) -> None:
         was_lost, self.lost = self.lost, False
         self.step, self.same_boot = step, True
-        self._write(_boot())
+        self._write(boot)
         if was_lost:  # the other record may be damaged, and the next start must not find it so
-            self._write(_boot())
+            self._write(boot)
 
     def distrust(self) -> None:
         """Remember, until the mark moves, that something up to it is lost."""
