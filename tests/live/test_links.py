@@ -99,7 +99,7 @@ def test_a_member_cannot_take_all_places_or_calls(federation: Federation) -> Non
 
 
 def test_words_of_other_members_cannot_control_a_terminal() -> None:
-    assert _plain("\x1b[2J\nfinished \x07é" + "x" * 400) == "[2J finished  é" + "x" * 286
+    assert _plain("\x1b[2J\nfinished \x07é" + "x" * 400) == "[2J finished  é" + "x" * 284
 
 
 async def asked(federation: Federation) -> Any:

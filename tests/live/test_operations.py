@@ -127,6 +127,7 @@ def test_a_log_goes_on_if_nobody_can_read_it(tmp_path: Path) -> None:
 
     log = Log(tmp_path / "log.jsonl", "alice", full)
     log("start")
+    log.close()
     assert "start" in (tmp_path / "log.jsonl").read_text()
 
 

@@ -155,4 +155,4 @@ def test_a_wrong_clock_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert (code, said.count("\n")) == (2, 1), said
     assert said.startswith("error: this machine's clock says ")
     assert "the certificate of alice is valid from " in said
-    assert said.endswith("set the clock.\n")
+    assert said.endswith("set the clock, or rotate the key.\n")

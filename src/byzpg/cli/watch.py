@@ -95,7 +95,7 @@ def _last_return(statuses: "Statuses") -> str:
 def members_table(manifest: "Manifest", statuses: "Statuses") -> Table:
     """A row per member: what it reports about itself, and what the others have seen of it.
 
-    Of what several members report, f of them cannot raise any number: it is a median, or one that f + 1 exceed or reach.
+    Of what several members report, f of them cannot raise any number: it is a median, or what f + 1 at least report.
     """
     table = Table(
         title=f"federation {manifest.federation[:8]}, run {manifest.run[:8]}",
