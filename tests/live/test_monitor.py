@@ -402,7 +402,7 @@ def test_idle_connections_take_no_more_threads_than_there_are_places() -> None:
     stop = Numbers().serve("127.0.0.1", port := free_ports(1)[0])
     before, idle = busy(), list[socket.socket]()
     try:
-        idle += [socket.create_connection(("127.0.0.1", port)) for _ in range(3 * MOST_CONNECTIONS)]
+        idle += [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_CONNECTIONS + 20)]
         until(lambda: busy() >= MOST_CONNECTIONS, "all places are taken")
         time.sleep(0.5)
         assert busy() <= before + MOST_CONNECTIONS

@@ -25,6 +25,8 @@ class Server(ThreadingHTTPServer):
         ValueError: If it cannot be served there.
     """
 
+    request_queue_size = 2 * MOST_CONNECTIONS  # with the usual 5, the others would wait for a second and more
+
     def __init__(self, what: str, host: str, port: int, handler: "type[Handler]") -> None:
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.address_family = AF_INET6 if ":" in host else AF_INET
