@@ -85,7 +85,7 @@ class Federation:
         *options: object,
         manifest: str = "federation.toml",
         program: str | None = None,
-        **environment: str,
+        **environment: Any,
     ) -> None:
         line = ("peer", self.folder / manifest, "--name", name, "--directory", self.directory(name), *options)
         program, namespace = program or self.program, self.namespaces.get(name)

@@ -127,13 +127,16 @@ def _seen_by_others(name: str, statuses: "Statuses", num_byzantine: int) -> tupl
     """Missed messages, weight, equivocations and rejected messages of a member."""
     seen = [other["others"][name] for each, other in statuses.items() if other is not None and each != name]
     weights = [each["weight"] for each in seen if each["weight"] is not None]
+
+    def reported(counts: list[int]) -> int:
+        """The largest number that f + 1 of the others reach."""
+        return sorted([0] * (num_byzantine + 1) + counts)[-1 - num_byzantine]
+
     return (
         f"{median_low([each['absences'] for each in seen] or [0])}",
         f"{median(weights):.0%}" if weights else "–",
-        *(
-            f"{sorted([0] * (num_byzantine + 1) + counts)[-1 - num_byzantine]}"
-            for counts in ([each["equivocations"] for each in seen], [sum(each["rejected"].values()) for each in seen])
-        ),
+        f"{reported([each['equivocations'] for each in seen])}",
+        f"{reported([sum(each['rejected'].values()) for each in seen])}",
     )
 
 
