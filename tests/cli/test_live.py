@@ -14,6 +14,7 @@ from forking import Forked
 from live_federation import NAMES, free_ports, until
 
 from byzpg import load
+from byzpg.cli.federation import _signals_wait
 from byzpg.live.manifest import Manifest
 
 TASK = """
@@ -178,6 +179,16 @@ def test_a_demo_that_is_terminated_leaves_no_member_behind(tmp_path: Path) -> No
     for number in left:
         os.kill(number, signal.SIGKILL)
     assert not left
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_a_member_is_started(number: signal.Signals) -> None:
+    before, started = signal.getsignal(number), []
+    with pytest.raises(KeyboardInterrupt), _signals_wait():
+        os.kill(os.getpid(), number)
+        started.append("alice")
+    assert started
+    assert signal.getsignal(number) is before
 
 
 def test_without_its_packages_the_command_says_what_to_install(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -192,7 +193,8 @@ class Demo:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the members would run on without this process
         try:
             for name in names:
-                processes[name] = self._start(directory, name, attacks=name not in honest)
+                with _signals_wait():
+                    processes[name] = self._start(directory, name, attacks=name not in honest)
                 # The first member compiles; the others find its programs in the cache.
                 with console.status("compiling"):
                     while name == names[0] and processes[name].poll() is None and not _is_ready(directory / name):
@@ -246,6 +248,20 @@ class Demo:
             say(f"{name:>12}  {rounded(float(final_returns(Result.of(run))[0]))}")
         say(f"Learning curves: {plot}")
         say(f"Watch it play: byzpg play {directory / next(iter(runs)) / 'run'}")
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait: a process that is just being started could not be stopped."""
+    caught: list[int] = []
+    before = {number: signal.signal(number, lambda *_: caught.append(1)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if caught:
+        raise KeyboardInterrupt
 
 
 def _output(directory: Path, name: str) -> Path:
