@@ -183,10 +183,15 @@ def test_a_demo_that_is_terminated_leaves_no_member_behind(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_until_a_member_is_started(number: signal.Signals) -> None:
-    before, started = signal.getsignal(number), []
-    with pytest.raises(KeyboardInterrupt), _signals_wait():
-        os.kill(os.getpid(), number)
-        started.append("alice")
+    before, started = signal.getsignal(number), list[str]()
+
+    def start() -> None:
+        with _signals_wait():
+            os.kill(os.getpid(), number)
+            started.append("alice")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
     assert started
     assert signal.getsignal(number) is before
 
