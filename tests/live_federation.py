@@ -102,8 +102,12 @@ class Federation:
             program, *options = special.get(name, (self.program,))
             self.start(name, *options, program=program)
             if name == NAMES[0]:  # it fills the cache of programs
-                until(lambda: self.processes[NAMES[0]].poll() is not None or self.events(NAMES[0], "ready"), "it is up")
+                self.wait_until_ready(name)
         self.wait_for_iterations(4, *NAMES)
+
+    def wait_until_ready(self, name: str) -> None:
+        """Wait until a member has compiled its programs, or has failed."""
+        until(lambda: self.processes[name].poll() is not None or self.events(name, "ready"), f"{name} is ready")
 
     def directory(self, name: str) -> Path:
         return self.folder / name

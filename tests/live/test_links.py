@@ -34,7 +34,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
     }
     with on_loopback(tmp_path_factory.mktemp("federation"), Times(), rounds=1, trajectories=100, **options) as made:
         made.start("alice")
-        until(lambda: made.processes["alice"].poll() is not None or made.events("alice", "ready"), "alice is ready")
+        made.wait_until_ready("alice")
         yield made
 
 

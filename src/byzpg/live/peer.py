@@ -357,7 +357,7 @@ class LivePeer:
                 self.log("ready")
                 self._react(self.protocol.start)
                 if self.successor is not None:
-                    self._pass_on_successor()
+                    self._announce_successor()
                 for state in self._brought.values():
                     self._react(lambda state=state: self.protocol.received(state))
                 await asyncio.wait((worker, over), return_when=asyncio.FIRST_COMPLETED)
@@ -627,7 +627,7 @@ class LivePeer:
         self._check_amendment(amendment)
         self._tolerate("amendment.toml", lambda: amendment.write(self.store.path / "amendment.toml"))
         self.successor = amendment
-        self._pass_on_successor()
+        self._announce_successor()
         if not self._change_if_due():
             self._shorten(amendment)
             self.protocol.course, self.protocol.leaving = self.course, self._leaving()
@@ -667,11 +667,15 @@ class LivePeer:
                 else:
                     self.successor = amendment
 
-    def _pass_on_successor(self) -> None:
+    def _announce_successor(self) -> None:
         assert self.successor is not None
         new = self.successor.manifest
         self.log("amendment", iteration=new.from_iteration, words=self.successor.describe(self.manifest))
         for other in self.course.others:
+            self._pass_on_successor(other)
+
+    def _pass_on_successor(self, other: int) -> None:
+        if self.successor is not None:
             self.links.pass_on([self.successor.to_bytes()], other)
 
     def _change_if_due(self) -> bool:
@@ -707,8 +711,7 @@ class LivePeer:
     def _linked(self, other: int, version: int) -> None:
         self._with_other_manifest.discard(other)
         self.log.seldom("linked", other, pause=1.0, to=self._name(other), version=version)
-        if self.successor is not None:  # it may have been away when the others heard of it
-            self.links.pass_on([self.successor.to_bytes()], other)
+        self._pass_on_successor(other)  # it may have been away when the others heard of it
         self._react(lambda: self.protocol.linked(other, echoes=version >= ECHO_VERSION))
 
     def _unlinked(self, other: int, words: str) -> None:

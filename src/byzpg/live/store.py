@@ -96,16 +96,14 @@ class Mark:
     def move(self, step: int) -> None:
         """Set the mark; on return it is safe on the disk."""
         self._set(step, _boot())
-        self.settled = False
 
     def settle(self, step: int) -> None:
         """Set the mark to the last step that was signed, when nothing can be lost; `move` it before signing more."""
         self._set(step, SETTLED)
-        self.settled = True
 
     def _set(self, step: int, boot: bytes) -> None:
         was_lost, self.lost = self.lost, False
-        self.step, self.same_boot = step, True
+        self.step, self.same_boot, self.settled = step, True, boot == SETTLED
         self._write(boot)
         if was_lost:  # the other record may be damaged, and the next start must not find it so
             self._write(boot)
