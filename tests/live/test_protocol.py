@@ -668,6 +668,18 @@ def test_a_member_without_a_mark_is_silent_where_it_may_have_been() -> None:
     assert protocol.is_silent
 
 
+def test_a_member_that_waits_for_echoes_raises_the_alarm() -> None:
+    """As all members do that have lost their marks in a power cut: none of them knows where the others are."""
+    protocol = member(1, True, forgetful=True)
+    protocol.start()
+    for _ in range(2 * ALARM_AFTER):
+        assert not of(Alarm, protocol.timer_fired("retry", 3)), "it is still computing"
+    protocol.computed(3, np.zeros(1))
+    clear(protocol)
+    alarms = [alarm for _ in range(2 * ALARM_AFTER) for alarm in of(Alarm, protocol.timer_fired("retry", 3))]
+    assert alarms == [Alarm(3, frozenset(range(1, MEMBERS)))]
+
+
 # States
 
 

@@ -390,7 +390,8 @@ class Protocol:
         others_ahead = self.is_behind or any(max(states) > step for states in self._states.values())
         asked = self.course.others if self.is_silent or (others_ahead and not self._ready(inbox)) else missing
         actions += [Send(other, self.seal_ask(1 if self.is_silent else step)) for other in asked]
-        if len(inbox) < self.course.quorum and (self.course.own in inbox or self.is_silent):
+        waits = self.course.own in inbox or self.is_silent or self._unsigned is not None  # it has computed its vector
+        if len(inbox) < self.course.quorum and waits:
             self._waited += 1
             if self._waited == ALARM_AFTER:
                 actions.append(Alarm(step, frozenset(missing)))
