@@ -5,6 +5,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import fields, replace
+from math import inf
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,7 @@ from byzpg.federation.metrics import Metrics
 from byzpg.federation.schedule import CommonCoin, Plan
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
 from byzpg.runs import RunDirectory
-from byzpg.training import BLOCK, Progress, simulation_of
+from byzpg.training import BLOCK, Progress, iterations_to_run, simulation_of
 
 # Every test uses this one federation, so that it is compiled once. Attackers, their messages and play are drawn anew
 # in every iteration, and Adam counts iterations: whatever a resumed run restores wrongly, it shows.
@@ -42,6 +43,12 @@ TINY = Config(
 
 class Stopped(Exception):
     """Somebody had enough."""
+
+
+@pytest.fixture(autouse=True)
+def _whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a block ends does not depend on the clock here."""
+    monkeypatch.setattr(training, "iterations_to_run", lambda pace: BLOCK)
 
 
 def plan_of(config: Config) -> Plan:
@@ -206,6 +213,20 @@ def test_progress_is_told_after_every_block(config: Config, run: Run) -> None:
     assert all(each.total_trajectories == run.trajectories[-1] for each in seen)
     assert seen[-1].mean_return == pytest.approx(np.mean(run.returns[:, 2 * BLOCK :]))
     assert 0 < seen[0].seconds <= seen[1].seconds <= seen[2].seconds
+
+
+@pytest.mark.parametrize(
+    ("pace", "number"), [(inf, 1), (60.0, 1), (2.0, 1), (1.2, 2), (0.5, 5), (0.3, BLOCK), (1e-9, BLOCK)]
+)
+def test_reports_come_every_few_seconds(pace: float, number: int) -> None:
+    assert iterations_to_run(pace) == number
+
+
+def test_the_length_of_blocks_does_not_change_a_run(config: Config, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, seen = iter([1, 1, 5, 3]), list[int]()
+    monkeypatch.setattr(training, "iterations_to_run", lambda pace: next(lengths, BLOCK))
+    assert_same(byzpg.train(config, on_progress=lambda progress: seen.append(progress.iteration)), run)
+    assert seen[:5] == [1, 2, 7, 10, 10 + BLOCK]
 
 
 # Policies

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from byzpg.runs import Checkpoint, Run, RunDirectory
 
 # Iterations between two looks at the clock: few enough for Ctrl-C, enough to hide the way to the host and back.
 BLOCK = 8
+# Reports of progress are no further apart than this, if an iteration takes less.
+REPORT_SECONDS = 2.5
 # Checkpoints are this far apart, and further if they are large: writing them should take a small share of the time.
 CHECKPOINT_SECONDS = 5.0
 CHECKPOINT_SHARE = 0.05
@@ -234,6 +237,11 @@ def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
         yield ordered[part::number]
 
 
+def iterations_to_run(pace: float) -> int:
+    """How many iterations to run before the next report, at `pace` seconds per iteration."""
+    return max(1, min(BLOCK, int(REPORT_SECONDS / pace)))
+
+
 class _Program:
     """Runs that share one program, from where they are to their end."""
 
@@ -253,6 +261,7 @@ class _Program:
             self.states = _restored(self.simulation, checkpoints)
             self.blocks = [[checkpoint.metrics] for checkpoint in checkpoints]
         self.next_save = self.started + CHECKPOINT_SECONDS
+        self.pace = inf  # seconds per iteration of the last block; nothing is known of the first one
 
     def run(self, on_progress: OnProgress | None) -> list[Run]:
         """Train to the end; what `on_progress` raises stops all processes, and is raised again once all is saved."""
@@ -276,15 +285,17 @@ class _Program:
         return [] if decision == STOP else self._finish(states)
 
     def _run_block(self) -> None:
-        # On the host, one iteration may take minutes.
-        length = 1 if self.simulation.on_host else BLOCK
+        began = time.monotonic()
+        length = devices.broadcast_number(iterations_to_run(self.pace))
         large = self.plan.large[self.done : self.done + length]
-        batches = np.full(length, SKIP)
+        # One length is one program. On the host there is none for a whole block, and one iteration may take minutes.
+        batches = np.full(length if self.simulation.on_host else BLOCK, SKIP)
         batches[: len(large)] = np.where(large, LARGE, SMALL)
         self.states, latest = self.simulation.run(self.states, batches, self.plan.output_iteration)
         for blocks, block in zip(self.blocks, devices.fetched(latest), strict=True):
             blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})
         self.done += len(large)
+        self.pace = (time.monotonic() - began) / len(large)
 
     def _progress(self) -> Progress:
         reached, total = int(self.plan.trajectories[self.done - 1]), int(self.plan.trajectories[-1])

@@ -39,6 +39,32 @@ BATCHES = [LARGE, SMALL, SMALL, LARGE, SKIP]
 TOLERANCE = 1e-5
 
 
+KEEPING = """
+import jax
+from byzpg.federation.devices import keep_programs
+keep_programs()
+print(jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "kept"),
+    [
+        ({"XDG_CACHE_HOME": "{folder}"}, "{folder}/byzpg/programs 1073741824"),
+        ({"XDG_CACHE_HOME": "{folder}/file"}, "None -1"),
+        ({"XDG_CACHE_HOME": "{folder}", "JAX_COMPILATION_CACHE_DIR": "/elsewhere"}, "/elsewhere -1"),
+    ],
+)
+@pytest.mark.skipif(sys.platform == "darwin", reason="there, caches are not where XDG_CACHE_HOME says")
+def test_programs_are_kept_where_they_can_be(variables: dict[str, str], kept: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    own = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    given = {name: value.format(folder=tmp_path) for name, value in variables.items()}
+    command = [sys.executable, "-c", KEEPING]
+    done = subprocess.run(command, env=own | given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == kept.format(folder=tmp_path)
+
+
 def run_all(mesh_shape: tuple[int, int]) -> list[np.ndarray]:
     """What comes of the federations, on a mesh of this shape."""
     simulation = Simulation(tuple(config.resolved().federation() for config in FEDERATIONS), (5, 6))

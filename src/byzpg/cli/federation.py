@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -222,7 +221,6 @@ class Demo:
                 [*command, "--directory", str(directory / name)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={"JAX_COMPILATION_CACHE_DIR": str(directory / "cache"), **os.environ},
             )
 
     def _conclude(self, directory: Path, manifest: "Manifest", runs: "Mapping[str, Run]") -> None:

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from byzpg.cli.console import console, errors, say
 from byzpg.cli.membership import Membership
+from byzpg.federation.devices import keep_programs
 
 if TYPE_CHECKING:  # needs the extra packages
     from byzpg.live.member import Options
@@ -70,6 +71,7 @@ class Peer:
         options = self._options(membership)
         if self.attack is not None:
             errors.print(f"[bold red]REHEARSAL:[/bold red] {self.name} attacks on purpose: {escape(self.attack)}")
+        keep_programs()
         try:
             kept = asyncio.run(self._take_part(membership, options))
         except asyncio.CancelledError:

@@ -24,18 +24,13 @@ from byzpg.runs import RunDirectory
 START_LIMIT = 3  # how often a worker may fail to start before that is an error
 
 
-def environment(cache: Path | None) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The environment variables of a worker: one device and, unless the user sets NPROC, one core.
 
     The results of XLA may depend on the number of cores that it uses. With one core, machines of the same kind agree to
     the bit.
-
-    Args:
-        cache: Where to keep compiled programs; None to keep none.
     """
     suggested = {"NPROC": "1", "JAX_CUDA_VISIBLE_DEVICES": "0"}
-    if cache is not None:
-        suggested["JAX_COMPILATION_CACHE_DIR"] = str(cache.absolute())
     return {name: os.environ.get(name, value) for name, value in suggested.items()} | {"JAX_NUM_CPU_DEVICES": "1"}
 
 
@@ -100,7 +95,7 @@ class LocalWorkers:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=os.environ | environment(self.folder / "cache"),
+                env=os.environ | environment(),
                 start_new_session=True,  # Ctrl-C goes to the parent process, which then ends the workers
             )
         worker = self._workers[index] = _Worker(process, log)

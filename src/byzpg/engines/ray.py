@@ -21,6 +21,7 @@ from byzpg import training
 from byzpg.config import Config
 from byzpg.engines.local import environment, num_cores
 from byzpg.experiments.sweeps import Cell, Event
+from byzpg.federation.devices import keep_programs
 from byzpg.runs import RunDirectory, packed, provenance, unpacked
 
 CONNECT_SECONDS = 5.0
@@ -38,6 +39,7 @@ def train_cell(settings: str, versions: str) -> bytes:
     """
     if not ray.get_gpu_ids():
         jax.config.update("jax_platforms", "cpu")  # this task has no GPU, even if the machine has one
+    keep_programs()
     about = provenance()
     if about["versions"] != json.loads(versions):
         return json.dumps({"failed": f"a worker has {about['versions']}, and the driver {versions}"}).encode()
@@ -64,7 +66,7 @@ class RayWorkers:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; unset, it warns
         variables = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
-        variables |= environment(folder / "cache" if address is None else None)
+        variables |= environment()
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         options["runtime_env"] = {"env_vars": variables}
         if address is None:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from byzpg import training
+from byzpg.federation.devices import keep_programs
 from byzpg.runs import provenance
 
 GRACE_SECONDS = 30.0
@@ -25,6 +26,7 @@ PROGRESS_SECONDS = 0.3
 
 def main() -> None:
     """Train until standard input ends."""
+    keep_programs()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a task prints must not look like an answer
     asked: SimpleQueue[str | None] = SimpleQueue()

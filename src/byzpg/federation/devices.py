@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from platformdirs import user_cache_path
 
 SEEDS, AGENTS = "seed", "agent"  # axes of the mesh
 BY_SEED, EVERYWHERE = PartitionSpec(SEEDS), PartitionSpec()
@@ -29,6 +31,34 @@ QUICK_COMPILATION = {
     for option, value in {"xla_backend_optimization_level": 1, "xla_gpu_enable_triton_gemm": False}.items()
     if option not in os.environ.get("XLA_FLAGS", "")
 }
+
+# The most that compiled programs may take on the disk; the ones used least recently make way for new ones.
+MOST_KEPT_BYTES = 2**30
+# Programs that compile faster than this, in seconds, are compiled again each time.
+WORTH_KEEPING = 0.1
+
+
+def keep_programs(directory: Path | None = None) -> None:
+    """Keep compiled programs on the disk, so that the next process need not compile them again.
+
+    JAX's own settings take precedence: JAX_COMPILATION_CACHE_DIR, and JAX_ENABLE_COMPILATION_CACHE=false for no cache.
+    Where nothing can be written, nothing is kept.
+
+    Args:
+        directory: Where to keep them. Default: the user's directory for caches.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    directory = directory or user_cache_path("byzpg") / "programs"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if not os.access(directory, os.W_OK):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_compilation_cache_max_size", MOST_KEPT_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
 
 
 @dataclass(frozen=True)
@@ -47,6 +77,7 @@ class Hardware:
     def start(self) -> None:
         """Take the devices, before JAX has looked for any; with several processes, wait for the others."""
         self._check()
+        keep_programs()
         jax.config.update("jax_num_cpu_devices", self.devices or os.cpu_count() or 1)
         if self.devices is not None:
             visible = ",".join(map(str, range(self.devices)))

@@ -7,7 +7,6 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -16,12 +15,10 @@ from flwr.supercore import log
 
 from byzpg.engines.flower.options import Options, ReplyFault
 from byzpg.engines.flower.strategy import ByzPG
+from byzpg.federation.devices import keep_programs
 from byzpg.federation.members import Worker, secret_key, seeded_key
 from byzpg.robust.attacks import Attack
 from byzpg.runs import RunDirectory
-
-# Programs that compile in fewer seconds are not kept on the disk.
-WORTH_KEEPING = 0.1
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -120,8 +117,5 @@ def _secret(context: Context) -> np.ndarray:
 
 
 def _keep_programs() -> None:
-    """Keep compiled programs on the disk, because a SuperNode starts a new process for every message."""
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
-        jax.config.update("jax_compilation_cache_dir", str(home / "byzpg-programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+    """Keep compiled programs where Flower keeps its files: a SuperNode starts a new process for every message."""
+    keep_programs(Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "byzpg-programs")
