@@ -203,7 +203,7 @@ def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: P
     assert "Stopping after this block of iterations. Press Ctrl-C again to stop at once." in out
     assert errors == "Stopped. Continue with: byzpg resume again\n"
     stopped = load(tmp_path / "again")
-    assert (stopped.complete, len(stopped.trajectories)) == (False, 8)
+    assert (stopped.complete, len(stopped.trajectories)) == (False, 1)  # it was still compiling: then comes one alone
     assert not (tmp_path / "again" / "curves.png").exists()
 
     assert forked("resume", "again", folder=tmp_path, JAX_LOG_COMPILES="1").wait() == 0, said(tmp_path)

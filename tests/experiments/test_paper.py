@@ -205,8 +205,9 @@ def test_a_crash_between_the_checkpoints_of_a_program(finished: Any, tmp_path: P
 
 
 def test_a_stopped_grid_goes_on_and_finished_runs_are_left_alone(
-    finished: Any, tmp_path: Path, sizes: list[int]
+    finished: Any, tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(training, "iterations_to_run", lambda pace: training.BLOCK)
     directories = laid_down(tmp_path)
 
     def stop(progress: Progress) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from live_federation import free_ports
 
 from byzpg import training
 from byzpg.config import Config
+from byzpg.federation import devices
 from byzpg.federation.devices import Hardware
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
 from byzpg.runs import RunDirectory
@@ -39,30 +41,36 @@ BATCHES = [LARGE, SMALL, SMALL, LARGE, SKIP]
 TOLERANCE = 1e-5
 
 
-KEEPING = """
-import jax
-from byzpg.federation.devices import keep_programs
-keep_programs()
-print(jax.config.jax_compilation_cache_dir, jax.config.jax_compilation_cache_max_size)
-"""
-
-
-@pytest.mark.parametrize(
-    ("variables", "kept"),
-    [
-        ({"XDG_CACHE_HOME": "{folder}"}, "{folder}/byzpg/programs 1073741824"),
-        ({"XDG_CACHE_HOME": "{folder}/file"}, "None -1"),
-        ({"XDG_CACHE_HOME": "{folder}", "JAX_COMPILATION_CACHE_DIR": "/elsewhere"}, "/elsewhere -1"),
-    ],
+SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
 )
-@pytest.mark.skipif(sys.platform == "darwin", reason="there, caches are not where XDG_CACHE_HOME says")
-def test_programs_are_kept_where_they_can_be(variables: dict[str, str], kept: str, tmp_path: Path) -> None:
+
+
+@pytest.fixture
+def _settings_of_the_cache() -> Iterator[None]:
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("_settings_of_the_cache")
+def test_programs_are_kept_unless_they_cannot_be_or_the_user_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(given: str | None, default: Path) -> tuple[Any, Any]:
+        jax.config.update(SETTINGS[0], given)
+        jax.config.update(SETTINGS[1], -1)
+        monkeypatch.setattr(devices, "user_cache_path", lambda name: default / name)
+        devices.keep_programs()
+        return getattr(jax.config, SETTINGS[0]), getattr(jax.config, SETTINGS[1])
+
     (tmp_path / "file").touch()
-    own = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
-    given = {name: value.format(folder=tmp_path) for name, value in variables.items()}
-    command = [sys.executable, "-c", KEEPING]
-    done = subprocess.run(command, env=own | given, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == kept.format(folder=tmp_path)
+    assert kept(None, tmp_path) == (str(tmp_path / "byzpg" / "programs"), 2**30)
+    assert kept(None, tmp_path / "file") == (None, -1)
+    assert kept("elsewhere", tmp_path) == ("elsewhere", -1)
 
 
 def run_all(mesh_shape: tuple[int, int]) -> list[np.ndarray]:
