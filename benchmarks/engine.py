@@ -3,7 +3,7 @@
     python benchmarks/engine.py steps         # environment steps per second, full-length episodes, K = 13
     python benchmarks/engine.py growth        # seconds per iteration and their shares for K = 13, 26, 52, 104
     python benchmarks/engine.py federations   # 100 federations of 13 agents × 4,000 trajectories, compilation included
-    python benchmarks/engine.py train         # `byzpg train` with its defaults, as a newcomer runs it
+    python benchmarks/engine.py train         # `byzpg train` as a newcomer runs it, from the start to the first return
 
 Baseline of `steps`: rollouts alone, as they are usually written: Gymnasium's CartPole and a NumPy network, one step at
 a time. `growth` has the first row, K = 13, as its baseline. Times are the best of several runs after compilation.
@@ -197,11 +197,33 @@ def federations(number: int, trajectories: int) -> None:
 
 
 def newcomer() -> None:
+    """Two starts of each command: the first one with an empty cache of programs."""
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        command = [sys.executable, "-c", "from byzpg.cli import main; main()", "train"]
-        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
-        print(f"byzpg train: {time.perf_counter() - started:.1f} s")
+        for options, to_the_end in (((), True), (("--env", "LunarLander-v3", "--num-seeds", "1"), False)):
+            for start in ("first", "second"):
+                marks = _marks(folder, options, to_the_end)
+                times = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in marks.items())
+                print(f"{' '.join(('byzpg train', *options))}, {start} start: {times}", flush=True)
+
+
+def _marks(folder: str, options: tuple[str, ...], to_the_end: bool) -> dict[str, float]:
+    """Seconds until a command says something, shows a return and ends."""
+    command = [sys.executable, "-u", "-c", "from byzpg.cli import main; main()", "train", *options]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    marks: dict[str, float] = {}
+    started = time.perf_counter()
+    variables = kept | {"XDG_CACHE_HOME": folder}
+    with subprocess.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            marks.setdefault("first output", time.perf_counter() - started)
+            if "return" in line:
+                marks.setdefault("first return", time.perf_counter() - started)
+                if not to_the_end:
+                    process.kill()
+    if to_the_end:
+        marks["end"] = time.perf_counter() - started
+    return marks
 
 
 def main() -> None:

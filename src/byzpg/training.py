@@ -291,7 +291,9 @@ class _Program:
         # One length is one program. On the host there is none for a whole block, and one iteration may take minutes.
         batches = np.full(length if self.simulation.on_host else BLOCK, SKIP)
         batches[: len(large)] = np.where(large, LARGE, SMALL)
-        self.states, latest = self.simulation.run(self.states, batches, self.plan.output_iteration)
+        self.states, latest = self.simulation.run(
+            self.states, batches, self.plan.output_iteration, only_large=bool(np.all(self.plan.large))
+        )
         for blocks, block in zip(self.blocks, devices.fetched(latest), strict=True):
             blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})
         self.done += len(large)

@@ -89,6 +89,18 @@ def together() -> dict[str, tuple[SimulationState, Metrics]]:
     return dict(zip(FEDERATIONS, zip(states, metrics, strict=True), strict=True))
 
 
+def test_a_program_of_large_batches_alone_gives_the_same() -> None:
+    simulation = simulation_of(settings_of(num_agents=5))
+    results = [
+        simulation.run(simulation.start(), [LARGE, SKIP, LARGE], 1, only_large=only_large)
+        for only_large in (False, True)
+    ]
+    for either, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(either, other, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="only_large is for runs without small batches"):
+        simulation.run(simulation.start(), [LARGE, SMALL, LARGE], 1, only_large=True)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The federations trained to their end."""
