@@ -317,11 +317,11 @@ def test_a_run_that_died_is_the_run_once_resumed(
     """Without a warning, in the third block: it goes on from the last checkpoint, or from the start."""
     path, blocks, run_block = tmp_path / "run", [], Simulation.run
 
-    def dying(self: Simulation, *arguments: Any) -> Any:
+    def dying(self: Simulation, *arguments: Any, **options: Any) -> Any:
         blocks.append(arguments)
         if len(blocks) == 3:
             raise SystemError("out of luck")
-        return run_block(self, *arguments)
+        return run_block(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "CHECKPOINT_SECONDS", -1.0 if keep_every_block else 1e9)
@@ -353,7 +353,7 @@ def test_checkpoints_do_not_change_a_run(
 
 def test_a_complete_run_is_just_loaded(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(folder)
-    monkeypatch.setattr(Simulation, "run", lambda *_: pytest.fail("nothing is left to train"))
+    monkeypatch.setattr(Simulation, "run", lambda *_, **__: pytest.fail("nothing is left to train"))
     monkeypatch.setattr(RunDirectory, "_write_arrays", lambda *_: pytest.fail("nothing is left to write"))
     assert_same(byzpg.resume(folder), run)
     assert contents(folder) == before

@@ -120,9 +120,9 @@ def sizes() -> Iterator[list[int]]:
     found: list[int] = []
     run = Simulation.run
 
-    def watched(self: Simulation, *arguments: Any) -> Any:
+    def watched(self: Simulation, *arguments: Any, **options: Any) -> Any:
         found.append(len(self.federations))
-        return run(self, *arguments)
+        return run(self, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Simulation, "run", watched)
