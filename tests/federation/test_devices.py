@@ -111,9 +111,9 @@ import os, signal
 from byzpg.cli import main
 from byzpg.federation.simulator import Simulation
 run = Simulation.run
-def interrupted(*arguments):
+def interrupted(*arguments, **options):
     os.kill(os.getpid(), signal.SIGINT)
-    return run(*arguments)
+    return run(*arguments, **options)
 Simulation.run = interrupted
 main()
 """
