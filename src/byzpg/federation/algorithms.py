@@ -9,7 +9,7 @@ Every function takes a batch of agents: arrays lead with [agent]. A live peer's 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,15 @@ from jax import Array
 
 from byzpg.envs import Task
 from byzpg.federation.schedule import Conventions
-from byzpg.learning.gradients import Estimator, Health, ImportanceWeights, corrected_gradient, gradient
+from byzpg.learning.gradients import (
+    Estimator,
+    Health,
+    ImportanceWeights,
+    Number,
+    corrected_gradient,
+    gradient,
+    per_agent,
+)
 from byzpg.learning.host_rollouts import play
 from byzpg.learning.policies import Policy
 from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
@@ -50,19 +58,24 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Agent(Component):
-    """How one agent plays, estimates and takes steps: everything in the method that is not a message."""
+    """How agents play, estimate and take steps: everything in the method that is not a message.
+
+    A number may be an array [agent], for agents that differ in it.
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "step_size")
 
     env: Task
     policy: Policy
     horizon: int  # H
-    discount: float  # γ
+    discount: Number  # γ
     large_batch: int  # N
     small_batch: int  # B
     estimator: Estimator
     importance: ImportanceWeights
-    gate: float | Literal["health"]  # β of the PAGE correction
+    gate: Number | Literal["health"]  # β of the PAGE correction
     optimizer: Literal["adam", "sgd"]
-    step_size: float  # η
+    step_size: Number  # η
     conventions: Conventions
 
     @property
@@ -73,14 +86,13 @@ class Agent(Component):
             *self.conventions.shared,
         )
 
-    @property
-    def _transform(self) -> optax.GradientTransformation:
-        return {"adam": optax.adam, "sgd": optax.sgd}[self.optimizer](self.step_size)
+    def _transform(self, step_size: Number = 0.0) -> optax.GradientTransformation:
+        return {"adam": optax.adam, "sgd": optax.sgd}[self.optimizer](step_size)
 
     def initial(self, parameters: Array) -> AgentState:
         """The state of agents that start from parameters [agent, d]."""
         return AgentState(
-            parameters, parameters, jnp.zeros_like(parameters), jax.vmap(self._transform.init)(parameters)
+            parameters, parameters, jnp.zeros_like(parameters), jax.vmap(self._transform().init)(parameters)
         )
 
     def play(self, parameters: Array, keys: Array, large: bool, attackers: PlayAttacks = ()) -> Episodes:
@@ -125,11 +137,14 @@ class Agent(Component):
         What the agent remembers for its next small batch is up to the conventions; in the paper, θ_t and v_t.
         """
 
-        def of_agent(optimizer: optax.OptState, parameters: Array, aggregated: Array) -> tuple[Array, optax.OptState]:
-            updates, optimizer = self._transform.update(-aggregated, optimizer)  # optax descends
+        def of_agent(
+            step_size: Number, optimizer: optax.OptState, parameters: Array, aggregated: Array
+        ) -> tuple[Array, optax.OptState]:
+            updates, optimizer = self._transform(step_size).update(-aggregated, optimizer)  # optax descends
             return parameters + jnp.asarray(updates), optimizer
 
-        moved, optimizer = jax.vmap(of_agent)(state.optimizer, state.parameters, aggregated)
+        step_sizes = jnp.broadcast_to(self.step_size, len(aggregated))
+        moved, optimizer = jax.vmap(of_agent)(step_sizes, state.optimizer, state.parameters, aggregated)
         previous, direction = self.conventions.remembered(
             before=state.parameters, moved=moved, own=own, aggregated=aggregated
         )
@@ -143,12 +158,12 @@ class Agent(Component):
         """
         state = replace(state, parameters=agreed)
         if self.optimizer == "sgd" and self.conventions.uses_realized_direction:
-            state = replace(state, direction=(agreed - before) / self.step_size)
+            state = replace(state, direction=(agreed - before) / per_agent(self.step_size, agreed.ndim))
         return state
 
 
 @dataclass(frozen=True)
-class Federation:
+class Federation(Component):
     """K agents, which of them attack and how, and the rules by which the others aggregate and agree."""
 
     agent: Agent

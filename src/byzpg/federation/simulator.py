@@ -24,8 +24,9 @@ from byzpg.federation.devices import AGENTS, BY_SEED, EVERYWHERE, QUICK_COMPILAT
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
 from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
 from byzpg.learning.rollouts import Episodes, PlayAttacks
-from byzpg.robust.exchange import ONE_DEVICE, Diagnostics, Phase, Shards, exchange
-from byzpg.robust.rules import Rule, clear_search_errors
+from byzpg.robust.components import with_numbers, without_numbers
+from byzpg.robust.exchange import ONE_DEVICE, Diagnostics, Phase, Round, Shards, exchange_all
+from byzpg.robust.rules import clear_search_errors
 
 # What an entry of a block of iterations is.
 SKIP, SMALL, LARGE = range(3)
@@ -83,7 +84,7 @@ class Simulation:
         """The states before iteration 0: θ_0 depends on the seed, and is the same for all agents."""
         if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError("training runs in float32: turn JAX's 64-bit mode (jax_enable_x64) off.")
-        return self.placed(_start(jnp.asarray(self.seeds), self.federations))
+        return self.placed(_start(jnp.asarray(self.seeds), _separated_numbers(self.federations)[0]))
 
     def placed(self, states: States) -> States:
         """The states on the devices where `run` leaves them; from others, the next block would be compiled again."""
@@ -91,7 +92,7 @@ class Simulation:
 
     def initial_parameters(self) -> np.ndarray:
         """θ_0 [d] of the first seed: the coin that follows from it is common to all seeds."""
-        first = _start(jnp.asarray(self.seeds), self.federations)[0]
+        first = _start(jnp.asarray(self.seeds), _separated_numbers(self.federations[:1])[0])[0]
         return np.asarray(first.agents.parameters[0, 0])
 
     def run(
@@ -121,7 +122,8 @@ class Simulation:
             keys = Keys(_keys(seeds, ATTACKERS), _keys(seeds, ITERATIONS))
             run = _run_on_host if self.on_host else partial(_run_block, only_large=only_large)
             block = _Block(jnp.asarray(batches), jnp.asarray(output_iteration))
-            return jax.block_until_ready(run(states, keys, block, self.federations, self._mesh()))
+            codes, numbers = _separated_numbers(self.federations)
+            return jax.block_until_ready(run(states, keys, block, numbers, codes, self._mesh()))
 
     @property
     def on_host(self) -> bool:
@@ -152,72 +154,167 @@ def _start(seeds: Array, federations: Federations) -> States:
     return tuple(map(of, federations))
 
 
+def _separated_numbers(federations: Federations) -> tuple[Federations, np.ndarray]:
+    """The federations as code, and their numbers [federation, ...] as data; short lists of numbers are filled up."""
+    codes, numbers = zip(*map(without_numbers, federations), strict=True)
+    matrix = np.zeros((len(codes), max(map(len, numbers))), np.float32)
+    for row, values in zip(matrix, numbers, strict=True):
+        row[: len(values)] = values
+    return codes, matrix
+
+
+# Tables
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Federations with the same code: they differ in numbers alone."""
+
+    code: Federation
+    members: tuple[int, ...]  # their indices in the simulation
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Federations whose agents are alike, each with all seeds: every one of these runs is a row of the same arrays.
+
+    Rows are in the order of the kinds, then of the seeds, then of the members of a kind.
+    """
+
+    kinds: tuple[_Kind, ...]
+
+    @property
+    def code(self) -> Federation:
+        """The first federation, whose agents are like all others'."""
+        return self.kinds[0].code
+
+    def rows(self, trees: Sequence[Any]) -> Any:
+        """Join what the federations of the simulation have [seed, ...] into rows."""
+
+        def of_kind(*leaves: Array) -> Array:
+            return jnp.stack(leaves, axis=1).reshape(-1, *leaves[0].shape[1:]) if leaves[0].ndim else leaves[0]
+
+        return _joined([jax.tree.map(of_kind, *(trees[index] for index in kind.members)) for kind in self.kinds])
+
+    def by_federation(self, rows: Any, num_seeds: int) -> dict[int, Any]:
+        """The inverse of `rows`, by the index of the federation."""
+        found: dict[int, Any] = {}
+        for kind, part in zip(self.kinds, self.by_kind(rows, num_seeds), strict=True):
+            every = len(kind.members)
+            for index, first in zip(kind.members, range(every), strict=True):
+                found[index] = jax.tree.map(lambda leaf, first=first, every=every: leaf[first::every] if leaf.ndim else leaf, part)
+        return found
+
+    def by_kind(self, rows: Any, num_seeds: int) -> list[Any]:
+        """The rows of each kind."""
+        return _separated(rows, [num_seeds * len(kind.members) for kind in self.kinds])
+
+    def with_numbers(self, numbers: Array, num_seeds: int) -> list[Federation]:
+        """The federation of each kind, with its numbers [row of the kind]."""
+        return [
+            with_numbers(kind.code, jnp.tile(numbers[np.asarray(kind.members)], (num_seeds, 1)).T)
+            for kind in self.kinds
+        ]
+
+    def of_seeds(self, values: Array) -> Array:
+        """What every seed has [seed, ...], for each row."""
+        return jnp.concatenate([jnp.repeat(values, len(kind.members), axis=0) for kind in self.kinds])
+
+
+def _tables(codes: Federations) -> tuple[_Table, ...]:
+    kinds: dict[Federation, list[int]] = {}
+    for index, code in enumerate(codes):
+        kinds.setdefault(code, []).append(index)
+    tables: dict[Any, list[_Kind]] = {}
+    for code, members in kinds.items():
+        alike = (code.agent, code.num_agents, code.centralized, code.rounds if code.agrees else 0)
+        tables.setdefault(alike, []).append(_Kind(code, tuple(members)))
+    return tuple(_Table(tuple(each)) for each in tables.values())
+
+
 # Blocks of iterations
 
 
 @partial(
     jax.jit,
-    static_argnames=("federations", "mesh", "only_large"),
+    static_argnames=("codes", "mesh", "only_large"),
     donate_argnames="states",
     compiler_options=QUICK_COMPILATION,
 )
 def _run_block(
-    states: States, keys: Keys, block: _Block, federations: Federations, mesh: Mesh, *, only_large: bool
+    states: States, keys: Keys, block: _Block, numbers: Array, codes: Federations, mesh: Mesh, *, only_large: bool
 ) -> tuple[States, tuple[Metrics, ...]]:
     return jax.shard_map(
-        partial(_iterate_block, federations, Shards(mesh.shape[AGENTS], AGENTS), only_large),
+        partial(_iterate_block, _tables(codes), Shards(mesh.shape[AGENTS], AGENTS), only_large),
         mesh=mesh,
-        in_specs=(layout(states), BY_SEED, EVERYWHERE),
+        in_specs=(layout(states), BY_SEED, EVERYWHERE, EVERYWHERE),
         out_specs=(layout(states), BY_SEED),
         check_vma=False,
-    )(states, keys, block)
+    )(states, keys, block, numbers)
 
 
 def _iterate_block(
-    federations: Federations, shards: Shards, only_large: bool, states: States, keys: Keys, block: _Block
+    tables: tuple[_Table, ...],
+    shards: Shards,
+    only_large: bool,
+    states: States,
+    keys: Keys,
+    block: _Block,
+    numbers: Array,
 ) -> tuple[States, tuple[Metrics, ...]]:
     """The iterations of one device's seeds and agents."""
 
     def iterate(states: States, batch: Array) -> tuple[States, tuple[Metrics, ...]]:
         states = _with_output(states, block.output_iteration)
         large = True if only_large else batch == LARGE
-        iteration = partial(_iteration, federations, shards, federations[0].agent.play, states, keys, large)
-        return lax.cond(batch == SKIP, partial(_skip, states, keys), iteration)
+        iteration = partial(_iteration, tables, shards, tables[0].code.agent.play, states, keys, numbers, large)
+        return lax.cond(batch == SKIP, partial(_skip, states), iteration)
 
-    states, metrics = lax.scan(iterate, states, block.batches)
-    return states, jax.tree.map(lambda values: values.T, metrics)
+    rows = tuple(table.rows(states) for table in tables)
+    rows, metrics = lax.scan(iterate, rows, block.batches)
+    return _by_federation(tables, len(keys.attackers), (rows, jax.tree.map(jnp.transpose, metrics)))
+
+
+def _by_federation(tables: tuple[_Table, ...], num_seeds: int, rows: Any) -> Any:
+    """From tuples of one tree per table to tuples of one tree per federation."""
+    states, metrics = rows
+    found: dict[int, Any] = {}
+    for table, *trees in zip(tables, states, metrics, strict=True):
+        found |= table.by_federation(tuple(trees), num_seeds)
+    return tuple(zip(*(found[index] for index in range(len(found))), strict=True))
 
 
 def _run_on_host(
-    states: States, keys: Keys, block: _Block, federations: Federations, mesh: Mesh
+    states: States, keys: Keys, block: _Block, numbers: Array, codes: Federations, mesh: Mesh
 ) -> tuple[States, tuple[Metrics, ...]]:
     """As `_run_block`, for one federation with episodes from outside JAX."""
     metrics = []
     for batch in block.batches.tolist():
         if batch == SKIP:
-            metrics.append(_skip(states, keys)[1])
+            metrics.append(_blank(len(keys.attackers)))
             continue
         large = batch == LARGE
         # One device: the policies of one time step are too little work to divide.
-        players = jax.device_put(_players_now(states, keys, federations, large), mesh.devices.flat[0])
-        attacks = _attacks_on_play(federations, [players])
-        episodes = federations[0].agent.play(players.agents.parameters, players.keys, large, attacks)
-        states, entry = _run_iteration(
+        players = jax.device_put(_players_now(states, keys, codes, large), mesh.devices.flat[0])
+        attacks = _attacks_on_play(_tables(codes), [players], len(keys.attackers))
+        episodes = codes[0].agent.play(players.agents.parameters, players.keys, large, attacks)
+        states, (entry,) = _run_iteration(
             states,
             keys,
             placed(episodes, mesh),
             block.output_iteration,
-            federations=federations,
+            numbers,
+            codes=codes,
             large=large,
             mesh=mesh,
         )
         metrics.append(entry)
-    return states, jax.tree.map(lambda *entries: np.stack(entries, axis=1), *metrics)
+    return states, (jax.tree.map(lambda *entries: np.stack(entries, axis=1), *metrics),)
 
 
 @partial(
     jax.jit,
-    static_argnames=("federations", "large", "mesh"),
+    static_argnames=("codes", "large", "mesh"),
     donate_argnames="states",
     compiler_options=QUICK_COMPILATION,
 )
@@ -226,26 +323,28 @@ def _run_iteration(
     keys: Keys,
     episodes: Episodes,
     output_iteration: Array,
+    numbers: Array,
     *,
-    federations: Federations,
+    codes: Federations,
     large: bool,
     mesh: Mesh,
 ) -> tuple[States, tuple[Metrics, ...]]:
     """One iteration with the episodes given."""
+    tables = _tables(codes)
 
     def iterate(
-        states: States, keys: Keys, episodes: Episodes, output_iteration: Array
+        states: States, keys: Keys, episodes: Episodes, output_iteration: Array, numbers: Array
     ) -> tuple[States, tuple[Metrics, ...]]:
         states = _with_output(states, output_iteration)
-        return _iteration(federations, ONE_DEVICE, lambda *_: episodes, states, keys, large)
+        return _iteration(tables, ONE_DEVICE, lambda *_: episodes, states, keys, numbers, large)
 
     return jax.shard_map(
         iterate,
         mesh=mesh,
-        in_specs=(layout(states), BY_SEED, layout(episodes), EVERYWHERE),
+        in_specs=(layout(states), BY_SEED, layout(episodes), EVERYWHERE, EVERYWHERE),
         out_specs=(layout(states), BY_SEED),
         check_vma=False,
-    )(states, keys, episodes, output_iteration)
+    )(states, keys, episodes, output_iteration, numbers)
 
 
 def _with_output(states: States, output_iteration: Array) -> States:
@@ -256,9 +355,12 @@ def _with_output(states: States, output_iteration: Array) -> States:
     return tuple(map(of, states))
 
 
-def _skip(states: States, keys: Keys) -> tuple[States, tuple[Metrics, ...]]:
-    blank = jnp.full(len(keys.attackers), jnp.nan)
-    return states, tuple(Metrics(*(blank for _ in fields(Metrics))) for _ in states)
+def _skip(states: States) -> tuple[States, tuple[Metrics, ...]]:
+    return states, tuple(_blank(len(state.output)) for state in states)
+
+
+def _blank(num_rows: int) -> Metrics:
+    return Metrics(*(jnp.full(num_rows, jnp.nan) for _ in fields(Metrics)))
 
 
 # One iteration
@@ -267,49 +369,56 @@ def _skip(states: States, keys: Keys) -> tuple[States, tuple[Metrics, ...]]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draws:
-    """What chance decides in one iteration of a federation: who attacks, and the keys of play and messages."""
+    """What chance decides in one iteration of a table: who attacks, and the keys of play and messages."""
 
-    attackers: Array  # [seed, b]
-    is_honest: Array  # [seed, agent]
-    play_keys: Array  # [seed, agent]
-    gradient_keys: Array  # [seed]
-    agreement_keys: Array  # [seed, round]
+    attackers: tuple[Array, ...]  # [row of the kind, b], of each kind
+    is_honest: Array  # [row, agent]
+    play_keys: Array  # [row, agent]
+    gradient_keys: Array  # [row]
+    agreement_keys: Array  # [row, round]
 
     def honest_players(self, num_players: int) -> Array:
-        """Which players are honest [seed, player]. A lone player is: a server, with agent 0's keys, or a lone agent."""
+        """Which players are honest [row, player]. A lone player is: a server, with agent 0's keys, or a lone agent."""
         return self.is_honest if num_players > 1 else jnp.ones_like(self.is_honest[:, :1])
 
 
-def _draws(federation: Federation, iteration: Array, keys: Keys) -> Draws:
-    num_agents = federation.num_agents
+def _draws(table: _Table, iteration: Array, keys: Keys) -> Draws:
+    num_agents = table.code.num_agents
 
-    def attackers_of(key: Array) -> Array:
-        return federation.byzantine_set(num_agents, federation.num_attackers, iteration, key)
+    def attackers_of(kind: _Kind) -> Array:
+        draw = partial(kind.code.byzantine_set, num_agents, kind.code.num_attackers, iteration)
+        return jnp.repeat(jax.vmap(draw)(keys.attackers), len(kind.members), axis=0)
 
-    attackers = jax.vmap(attackers_of)(keys.attackers)
-    is_honest = jax.vmap(lambda each: jnp.ones(num_agents, bool).at[each].set(False))(attackers)
+    attackers = [attackers_of(kind) for kind in table.kinds]
+    is_honest = jax.vmap(lambda each: jnp.ones(num_agents, bool).at[each].set(False))
     play = [play_stream(agent) for agent in range(num_agents)]
-    rounds = [round_stream(num_agents, number) for number in range(1 + federation.rounds)]
+    rounds = [round_stream(num_agents, number) for number in range(1 + max(kind.code.rounds for kind in table.kinds))]
     streams = jnp.asarray([*play, *rounds])
-    # [seed, stream]
     fresh = jax.vmap(lambda key: jax.vmap(partial(stream_key, key, iteration))(streams))(keys.iterations)
+    fresh = table.of_seeds(fresh)  # [row, stream]
     play_keys, round_keys = fresh[:, :num_agents], fresh[:, num_agents:]
-    return Draws(attackers, is_honest, play_keys, gradient_keys=round_keys[:, 0], agreement_keys=round_keys[:, 1:])
+    return Draws(
+        tuple(attackers),
+        jnp.concatenate([is_honest(each) for each in attackers]),
+        play_keys,
+        gradient_keys=round_keys[:, 0],
+        agreement_keys=round_keys[:, 1:],
+    )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Players:
-    """The agents that play in an iteration; arrays lead with [seed × player]."""
+    """The agents that play in an iteration; arrays lead with [row × player]."""
 
     agents: AgentState
     keys: Array
     byzantine: Array
 
 
-def _players(federation: Federation, shards: Shards, state: SimulationState, draws: Draws, large: bool) -> Players:
+def _players(table: _Table, shards: Shards, state: SimulationState, draws: Draws, large: bool) -> Players:
     """The players of this device."""
-    num_players = federation.num_players(large)
+    num_players = table.code.num_players(large)
     agents = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (leaf.shape[0], num_players, *leaf.shape[2:])), state.agents
     )
@@ -317,29 +426,36 @@ def _players(federation: Federation, shards: Shards, state: SimulationState, dra
     return _merge(shards.part(players, axis=1))
 
 
-@partial(jax.jit, static_argnames=("federations", "large"))
-def _players_now(states: States, keys: Keys, federations: Federations, large: bool) -> Players:
-    draws = _draws(federations[0], states[0].iteration, keys)
-    return _players(federations[0], ONE_DEVICE, states[0], draws, large)
+@partial(jax.jit, static_argnames=("codes", "large"))
+def _players_now(states: States, keys: Keys, codes: Federations, large: bool) -> Players:
+    (table,) = _tables(codes)
+    return _players(table, ONE_DEVICE, states[0], _draws(table, states[0].iteration, keys), large)
 
 
-def _attacks_on_play(federations: Federations, players: list[Players]) -> PlayAttacks:
-    """The attacks on play, each with the players of all federations [player] that carry it out."""
-    attacks = dict.fromkeys(federation.attack for federation in federations if federation.attack.poisons_play)
-    pairs = list(zip(federations, players, strict=True))
+def _attacks_on_play(tables: tuple[_Table, ...], players: list[Players], num_seeds: int) -> PlayAttacks:
+    """The attacks on play, each with the players of all tables [player] that carry it out."""
+    parts = [
+        (kind.code.attack, byzantine)
+        for table, each in zip(tables, players, strict=True)
+        for kind, byzantine in zip(table.kinds, table.by_kind(each.byzantine, num_seeds), strict=True)
+    ]
+    attacks = dict.fromkeys(attack for attack, _ in parts if attack.poisons_play)
     return [
-        (attack, jnp.concatenate([each.byzantine & (federation.attack == attack) for federation, each in pairs]))
-        for attack in attacks
+        (attack, jnp.concatenate([byzantine & (each == attack) for each, byzantine in parts])) for attack in attacks
     ]
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """The rows of several federations as one batch. A leaf without an axis is the same for all: the first is taken."""
+    """The rows of several parts as one batch. A leaf without an axis is the same for all: the first is taken."""
+    if len(parts) == 1:
+        return parts[0]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves) if leaves[0].ndim else leaves[0], *parts)
 
 
 def _separated(tree: Any, sizes: Sequence[int]) -> list[Any]:
-    """The inverse of `_joined`: the rows of each federation, which has `sizes` rows."""
+    """The inverse of `_joined`: the rows of each part, which has `sizes` rows."""
+    if len(sizes) == 1:
+        return [tree]
     ends = np.cumsum(sizes)[:-1]
     leaves, structure = jax.tree.flatten(tree)
     pieces = (jnp.split(leaf, ends) if leaf.ndim else [leaf] * len(sizes) for leaf in leaves)
@@ -349,18 +465,19 @@ def _separated(tree: Any, sizes: Sequence[int]) -> list[Any]:
 def _estimates(
     agents: Sequence[Agent], players: Sequence[Players], episodes: Episodes, large: bool
 ) -> list[tuple[Array, Sampled]]:
-    """The estimates of each federation's players and what they sampled; equal agents estimate as one batch."""
+    """The estimates of each table's players and what they sampled; agents with the same code estimate as one batch."""
     sizes = [len(each.keys) for each in players]
-    groups: dict[Agent, list[int]] = {}  # the federations of each distinct agent, by index
-    for index, agent in enumerate(agents):
-        groups.setdefault(agent, []).append(index)
-    if len(groups) == 1:  # all players, in their order: nothing to rearrange
-        return _separated(agents[0].estimate(_joined(players).agents, episodes, large), sizes)
-    played = _separated(episodes, sizes)
+    groups: dict[Agent, list[int]] = {}  # the tables of each code, by index
+    separated = [without_numbers(agent) for agent in agents]
+    for index, (code, _) in enumerate(separated):
+        groups.setdefault(code, []).append(index)
+    played = _separated(episodes, sizes) if len(groups) > 1 else []
     results: dict[int, tuple[Array, Sampled]] = {}
-    for agent, members in groups.items():
+    for code, members in groups.items():
         states = _joined([players[index] for index in members]).agents
-        found = agent.estimate(states, _joined([played[index] for index in members]), large)
+        agent = with_numbers(code, _joined([separated[index][1] for index in members]))
+        theirs = _joined([played[index] for index in members]) if played else episodes
+        found = agent.estimate(states, theirs, large)
         results |= zip(members, _separated(found, [sizes[index] for index in members]), strict=True)
     return [results[index] for index in range(len(agents))]
 
@@ -370,29 +487,37 @@ Play = Callable[[Array, Array, bool, PlayAttacks], Episodes]
 
 
 def _iteration(
-    federations: Federations, shards: Shards, play: Play, states: States, keys: Keys, large: Array | bool
+    tables: tuple[_Table, ...],
+    shards: Shards,
+    play: Play,
+    states: States,
+    keys: Keys,
+    numbers: Array,
+    large: Array | bool,
 ) -> tuple[States, tuple[Metrics, ...]]:
-    """One iteration of all federations and seeds."""
+    """One iteration of all rows of all tables."""
     num_seeds = len(keys.attackers)
     iterations = [
-        _Iteration(federation, shards, state, _draws(federation, state.iteration, keys))
-        for federation, state in zip(federations, states, strict=True)
+        _Iteration(table, table.with_numbers(numbers, num_seeds), shards, state, _draws(table, state.iteration, keys))
+        for table, state in zip(tables, states, strict=True)
     ]
 
     def estimated(batch_is_large: bool) -> list[tuple[Array, SampleMetrics, ExchangeMetrics]]:
-        """What the holders of parameters in each federation estimate [seed, holder, d]: a server, by its workers."""
-        players = [_players(each.federation, shards, each.state, each.draws, batch_is_large) for each in iterations]
-        # Not whole players: the optimizers of other federations may have other states.
+        """What the holders of parameters estimate [row, holder, d]: a server, by its workers."""
+        players = [_players(each.table, shards, each.state, each.draws, batch_is_large) for each in iterations]
+        # Not whole players: the optimizers of other tables may have other states.
         parameters, play_keys = _joined([(each.agents.parameters, each.keys) for each in players])
-        episodes = play(parameters, play_keys, batch_is_large, _attacks_on_play(federations, players))
-        agents = [federation.agent for federation in federations]
+        episodes = play(parameters, play_keys, batch_is_large, _attacks_on_play(tables, players, num_seeds))
+        agents = [
+            _repeated(this.agent, len(each.keys) // this.num_rows) for this, each in zip(iterations, players, strict=True)
+        ]
         results = _estimates(agents, players, episodes, batch_is_large)
         found = []
         for this, result in zip(iterations, results, strict=True):
-            num_players = this.federation.num_players(batch_is_large)
-            estimates, sampled = shards.whole(_split(result, num_seeds), num_players, axis=1)
-            exchanged = ExchangeMetrics.none(num_seeds)
-            if this.federation.centralized and batch_is_large:
+            num_players = this.table.code.num_players(batch_is_large)
+            estimates, sampled = shards.whole(_split(result, this.num_rows), num_players, axis=1)
+            exchanged = ExchangeMetrics.none(this.num_rows)
+            if this.table.code.centralized and batch_is_large:
                 estimates, exchanged = this.aggregate(estimates)
             found.append((estimates, _sample_metrics(this.draws.honest_players(num_players), sampled), exchanged))
         return found
@@ -405,67 +530,82 @@ def _iteration(
 
 @dataclass(frozen=True)
 class _Iteration:
-    """One federation in one iteration: its messages, and what follows from them."""
+    """The rows of one table in one iteration: their messages, and what follows from them."""
 
-    federation: Federation
+    table: _Table
+    federations: list[Federation]  # of each kind, with numbers [row of the kind]
     shards: Shards
     state: SimulationState
     draws: Draws
 
-    def send(self, rule: Rule, phase: Phase, vectors: Array, message_keys: Array) -> tuple[Array, Diagnostics]:
-        """One round of messages: results [seed, receiver, d]."""
-        federation = self.federation
+    @property
+    def num_rows(self) -> int:
+        return len(self.state.output)
 
-        def of_seed(vectors: Array, attackers: Array, key: Array) -> tuple[Array, Diagnostics]:
-            results, diagnostics = exchange(
-                rule,
-                vectors,
-                byzantine=attackers,
-                attack=federation.attack,
-                num_byzantine=federation.num_byzantine,
-                phase=phase,
-                iteration=self.state.iteration,
-                key=key,
-                at_server=federation.centralized,
-                diagnose=True,
-                shards=self.shards,
+    @property
+    def agent(self) -> Agent:
+        """The agents' code, with numbers [row]."""
+        code = self.table.code.agent
+        return with_numbers(code, _joined([without_numbers(each.agent)[1] for each in self.federations]))
+
+    def send(self, phase: Phase, vectors: Array, message_keys: Array) -> tuple[Array, Diagnostics]:
+        """One round of messages: results [row, receiver, d]."""
+        rounds, begin = [], 0
+        for federation, attackers in zip(self.federations, self.draws.attackers, strict=True):
+            here = slice(begin, begin := begin + len(attackers))
+            rule = federation.aggregator if phase == "gradients" else federation.agreement
+            assert rule is not None
+            rounds.append(
+                Round.of(
+                    rule,
+                    federation.attack,
+                    num_byzantine=federation.num_byzantine,
+                    phase=phase,
+                    at_server=federation.centralized,
+                    vectors=vectors[here],
+                    byzantine=attackers,
+                    keys=message_keys[here],
+                    iteration=jnp.broadcast_to(self.state.iteration, len(attackers)),
+                )
             )
-            assert diagnostics is not None
-            return results.reshape(federation.num_holders, -1), diagnostics
-
-        return jax.vmap(of_seed)(vectors, self.draws.attackers, message_keys)
+        return _joined(exchange_all(rounds, self.shards))
 
     def aggregate(self, estimates: Array) -> tuple[Array, ExchangeMetrics]:
-        if self.federation.num_agents == 1:
-            return estimates, ExchangeMetrics.none(len(estimates))
-        aggregated, report = self.send(self.federation.aggregator, "gradients", estimates, self.draws.gradient_keys)
+        if self.table.code.num_agents == 1:
+            return estimates, ExchangeMetrics.none(self.num_rows)
+        aggregated, report = self.send("gradients", estimates, self.draws.gradient_keys)
         return aggregated, _exchange_metrics(self.draws.is_honest, report)
 
     def finish(self, own: Array, sampled: SampleMetrics, exchanged: ExchangeMetrics) -> tuple[SimulationState, Metrics]:
-        """The rest of the iteration, once its holders of parameters have their estimates [seed, holder, d]."""
-        federation, state, num_seeds = self.federation, self.state, len(own)
+        """The rest of the iteration, once its holders of parameters have their estimates [row, holder, d]."""
+        code, state, num_rows = self.table.code, self.state, self.num_rows
+        agent = _repeated(self.agent, code.num_holders)
         aggregated = own
-        if not federation.centralized:
+        if not code.centralized:
             aggregated, exchanged = self.aggregate(own)
-        before = state.agents.parameters
-        advanced = federation.agent.advance(_merge(state.agents), _merge(own), _merge(aggregated))
-        agents = _split(advanced, num_seeds)
+        before = _merge(state.agents)
+        agents = agent.advance(before, _merge(own), _merge(aggregated))
 
-        diameters = jnp.full((2, num_seeds), jnp.nan)
-        if federation.agrees:
-            assert federation.agreement is not None
-            send_parameters = partial(self.send, federation.agreement, "parameters")
+        diameters = jnp.full((2, num_rows), jnp.nan)
+        if code.agrees:
 
             def agree(parameters: Array, message_keys: Array) -> tuple[Array, tuple[Array, Array]]:
-                agreed, report = send_parameters(parameters, message_keys)
+                agreed, report = self.send("parameters", parameters, message_keys)
                 return agreed, (report.diameter_before, report.diameter_after)
 
-            agreed, (first, last) = lax.scan(agree, agents.parameters, self.draws.agreement_keys.T)
+            sent = _split(agents.parameters, num_rows)
+            agreed, (first, last) = lax.scan(agree, sent, self.draws.agreement_keys.T)
             diameters = jnp.stack([first[0], last[-1]])
-            agents = federation.agent.settle(before, agents, agreed)
+            agents = agent.settle(before.parameters, agents, _merge(agreed))
 
         metrics = Metrics(**vars(sampled), **vars(exchanged), diameter_before=diameters[0], diameter_after=diameters[1])
-        return SimulationState(agents, state.output, state.iteration + 1), metrics
+        return SimulationState(_split(agents, num_rows), state.output, state.iteration + 1), metrics
+
+
+def _repeated(agent: Agent, times: int) -> Agent:
+    """Agents with the numbers of each row, repeated for each of `times` agents in it."""
+    code, numbers = without_numbers(agent)
+    return with_numbers(code, [jnp.repeat(number, times) for number in numbers])
 
 
 def _either(condition: Array | bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
@@ -495,18 +635,16 @@ def _sample_metrics(is_honest: Array, sampled: Sampled) -> SampleMetrics:
 
 def _exchange_metrics(is_honest: Array, report: Diagnostics) -> ExchangeMetrics:
     is_honest_receiver = is_honest if report.error.shape == is_honest.shape else jnp.ones_like(report.error, bool)
-    honest_weight = byzantine_weight = jnp.full(len(is_honest), jnp.nan)
-    if report.weights is not None:
-        honest_weight, byzantine_weight = (
-            _mean(is_honest_receiver, jnp.sum(jnp.where(senders[:, None], report.weights, 0), axis=2))
-            for senders in (is_honest, ~is_honest)
-        )
+    honest_weight, byzantine_weight = (
+        _mean(is_honest_receiver, jnp.sum(jnp.where(senders[:, None], report.weights, 0), axis=2))
+        for senders in (is_honest, ~is_honest)
+    )
     return ExchangeMetrics(
         aggregation_error=_mean(is_honest_receiver, report.error),
         honest_variance=report.honest_variance,
         gradient_diameter=report.diameter_before,
         honest_weight=honest_weight,
-        byzantine_weight=byzantine_weight,
+        byzantine_weight=jnp.where(jnp.isnan(honest_weight), jnp.nan, byzantine_weight),  # also without attackers
     )
 
 

@@ -7,8 +7,7 @@ c [agent, episode, time]; one function, `weighted_scores`, computes the gradient
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from math import log
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,15 @@ from jax import Array, lax
 from byzpg.learning.policies import Policy, Weights
 from byzpg.learning.rollouts import Clock, Episodes
 from byzpg.robust.components import Component, check_choice, check_positive
+
+
+# One number for all agents, or one per agent [agent].
+Number = float | Array
+
+
+def per_agent(number: Number, num_axes: int) -> Array:
+    """The number in a shape that broadcasts over arrays of `num_axes` axes, the first of which is [agent]."""
+    return jnp.reshape(jnp.asarray(number), (-1,) + (1,) * (num_axes - 1))
 
 
 @dataclass(frozen=True)
@@ -49,12 +57,12 @@ class Estimator(Component):
         return num_episodes / (num_episodes - 1) * (values - jnp.mean(values, axis=1, keepdims=True))
 
     @abstractmethod
-    def coefficients(self, rewards: Array, discount: float, log_weights: Array | None) -> Array:
+    def coefficients(self, rewards: Array, discount: Number, log_weights: Array | None) -> Array:
         """Compute the coefficients c [agent, episode, time].
 
         Args:
             rewards: [agent, episode, time], 0 after an episode's end.
-            discount: γ.
+            discount: γ, one number or one per agent [agent].
             log_weights: The logarithm of the importance weight of the steps up to each time [agent, episode, time].
                 None: all weights are 1.
         """
@@ -64,7 +72,7 @@ class Estimator(Component):
 class REINFORCE(Estimator):
     """g(τ|θ) = (Σ_h ∇log π(a_h|s_h)) (Σ_h γ^h r_h − b) (Williams 1992)."""
 
-    def coefficients(self, rewards: Array, discount: float, log_weights: Array | None) -> Array:
+    def coefficients(self, rewards: Array, discount: Number, log_weights: Array | None) -> Array:
         total = self._centred(jnp.sum(rewards * _discounts(rewards, discount), axis=2))
         if log_weights is not None:
             total = _weighted(total, log_weights[:, :, -1])
@@ -75,7 +83,7 @@ class REINFORCE(Estimator):
 class GPOMDP(Estimator):
     """g(τ|θ) = Σ_t ∇log π(a_t|s_t) Σ_{h≥t} (γ^h r_h − b_h) (Baxter & Bartlett 2001)."""
 
-    def coefficients(self, rewards: Array, discount: float, log_weights: Array | None) -> Array:
+    def coefficients(self, rewards: Array, discount: Number, log_weights: Array | None) -> Array:
         # The baseline continues after an episode's end: if it stopped there, it would depend on the episode.
         gains = self._centred(rewards * _discounts(rewards, discount))
         if log_weights is not None:
@@ -88,8 +96,8 @@ def _weighted(gains: Array, log_weights: Array) -> Array:
     return jnp.where(gains == 0, 0, gains * jnp.exp(log_weights))
 
 
-def _discounts(rewards: Array, discount: float) -> Array:
-    return discount ** jnp.arange(rewards.shape[2], dtype=rewards.dtype)
+def _discounts(rewards: Array, discount: Number) -> Array:
+    return per_agent(discount, 3) ** jnp.arange(rewards.shape[2], dtype=rewards.dtype)
 
 
 @dataclass(frozen=True)
@@ -104,15 +112,17 @@ class ImportanceWeights(Component):
             episodes.
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("cap", "floor")
+
     mode: Literal["trajectory", "per-decision"] = "trajectory"
-    cap: float | None = None
-    floor: float = 0.0
+    cap: Number | None = None
+    floor: Number = 0.0
 
     def __post_init__(self) -> None:
         check_choice(self, "mode", self.mode, ("trajectory", "per-decision"))
         if self.cap is not None:
             check_positive(self, cap=self.cap)
-        if self.floor:
+        if self.floor != 0:
             check_positive(self, floor=self.floor)
 
     def log_weights(self, before: Array, now: Array) -> tuple[Array, "Health"]:
@@ -129,14 +139,14 @@ class ImportanceWeights(Component):
             return jnp.broadcast_to(jnp.sum(steps, axis=2, keepdims=True), steps.shape)
 
         plain = up_to_here(before - now)
-        if self.floor:  # log(p + ε) = log p + log(1 + ε/p)
-            plain -= jax.nn.softplus(log(self.floor) - up_to_here(now))
+        if not (isinstance(self.floor, int | float) and self.floor == 0):  # log(p + ε) = log p + log(1 + ε/p)
+            plain -= jax.nn.softplus(jnp.log(per_agent(self.floor, 3)) - up_to_here(now))
         whole = plain[:, :, -1]
-        capped = plain if self.cap is None else jnp.minimum(plain, log(self.cap))
+        limit = jnp.inf if self.cap is None else jnp.log(per_agent(self.cap, 2))
+        capped = jnp.minimum(plain, jnp.expand_dims(limit, 2)) if self.cap is not None else plain
         # The effective sample size does not change if all weights are divided by the largest. This avoids overflow.
         relative = jnp.exp(capped[:, :, -1] - jnp.max(capped[:, :, -1], axis=1, keepdims=True))
         sample = jnp.square(jnp.sum(relative, axis=1)) / jnp.sum(jnp.square(relative), axis=1) / relative.shape[1]
-        limit = jnp.inf if self.cap is None else log(self.cap)
         health = Health(
             largest=jnp.exp(jnp.max(whole, axis=1)),
             effective_sample=sample,
@@ -214,7 +224,7 @@ def weighted_scores(policy: Policy, parameters: Array, episodes: Episodes, coeff
 
 
 def gradient(
-    policy: Policy, parameters: Array, episodes: Episodes, estimator: Estimator, discount: float, clock: Clock
+    policy: Policy, parameters: Array, episodes: Episodes, estimator: Estimator, discount: Number, clock: Clock
 ) -> Array:
     """Estimate ∇J(θ) from a batch of each agent's episodes: (1/N) Σ_i g(τ_i|θ) [agent, d].
 
@@ -223,7 +233,7 @@ def gradient(
         parameters: θ [agent, d], with which the episodes were played.
         episodes: N episodes of each agent.
         estimator: g.
-        discount: γ.
+        discount: γ, one number or one per agent [agent].
         clock: The spans of time for which gradients are computed at once.
     """
     coefficients = estimator.coefficients(episodes.rewards, discount, None)
@@ -239,8 +249,8 @@ def corrected_gradient(
     direction: Array,
     estimator: Estimator,
     importance: ImportanceWeights,
-    gate: float | Literal["health"],
-    discount: float,
+    gate: Number | Literal["health"],
+    discount: Number,
     clock: Clock,
 ) -> tuple[Array, Health]:
     """Estimate ∇J(θ_t) from a small batch by correcting an earlier direction (PAGE).
@@ -255,8 +265,8 @@ def corrected_gradient(
         direction: v̂_{t−1} [agent, d].
         estimator: g.
         importance: ω.
-        gate: β, a number (1 in the paper), or "health": the effective sample size of ω.
-        discount: γ.
+        gate: β, one number (1 in the paper) or one per agent [agent], or "health": the effective sample size of ω.
+        discount: γ, one number or one per agent [agent].
         clock: The spans of time for which gradients are computed at once.
 
     Returns:
@@ -264,10 +274,10 @@ def corrected_gradient(
     """
     before = log_probabilities(policy, previous, episodes, clock)
     log_weights, health = importance.log_weights(before, episodes.log_probabilities)
-    if gate == 0:  # an overflowed weight times 0 would be NaN
+    if isinstance(gate, int | float) and gate == 0:  # an overflowed weight times 0 would be NaN
         return gradient(policy, parameters, episodes, estimator, discount, clock), health
     coefficients = [estimator.coefficients(episodes.rewards, discount, weights) for weights in (None, log_weights)]
     both = jnp.stack([parameters, previous])
     here, before = weighted_scores(policy, both, episodes, jnp.stack(coefficients), clock)
-    opened = health.effective_sample[:, None] if gate == "health" else gate
+    opened = per_agent(health.effective_sample if isinstance(gate, str) else gate, 2)
     return here + opened * (direction - before), health

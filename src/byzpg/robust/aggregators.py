@@ -356,6 +356,7 @@ class RFA(WeightedAggregator):
         [2. 2.]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("smoothing", "tolerance")
     smoothing: float = 1e-6
     max_iterations: int = 200
     tolerance: float = 1e-5
@@ -497,6 +498,7 @@ class CenteredClipping(WeightedAggregator):
         [2.3 1.9]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("radius",)
     radius: float = 1.0
     iterations: int = 3
     start: Literal["krum", "zero"] = "krum"
@@ -699,6 +701,7 @@ class Clipping(PreAggregator):
         [1.9 1. ]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("threshold",)
     rule: Aggregator
     threshold: float = 1.0
 

@@ -295,6 +295,7 @@ class SignFlip(MessageAttack):
         [-9. -9.]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("scale",)
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -319,6 +320,7 @@ class IPM(MessageAttack):
         [-1.  -1.5]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("epsilon",)
     epsilon: float = 0.5
 
     def __post_init__(self) -> None:
@@ -357,6 +359,7 @@ class ALIE(MessageAttack):
         [-0.4 -1.2]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("z",)
     z: float | None = None
 
     def __post_init__(self) -> None:
@@ -377,6 +380,7 @@ class _LineSearch(MessageAttack):
         candidates: How many factors of each sign are tried, each half of the one before.
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("largest",)
     uses_rule: ClassVar[bool] = True
     largest: float = 10.0
     candidates: int = 16
@@ -620,6 +624,7 @@ class LargeNoise(MessageAttack):
         [ 685. -635.]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("scale",)
     needs_key: ClassVar[bool] = True
     target: Target = "both"
     scale: float = 1000.0
@@ -653,6 +658,7 @@ class Equivocate(MessageAttack):
          [-9. -9.]]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("scale",)
     target: Target = "both"
     scale: float = 1.0
 
@@ -682,6 +688,7 @@ class Dissensus(MessageAttack):
          [ 6. 11.]]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("scale",)
     target: Target = "parameters"
     scale: float = 1.0
 

@@ -1,9 +1,10 @@
 """What all components (rules, attacks, …) share: they print as they are written, and they check their options."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from math import inf, isfinite
+from typing import Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,10 @@ class Component:
     repeated from its text.
     """
 
+    # Options that a compiled program may take as data, so that it serves all their values: the component only computes
+    # with them, and never decides by them. 0 and None may decide: they stay code.
+    numbers: ClassVar[tuple[str, ...]] = ()
+
     def __str__(self) -> str:
         """Return the shortest expression that makes this component, such as NNM(RFA()) or IPM(epsilon=0.1)."""
         options = []
@@ -30,6 +35,71 @@ class Component:
             elif value != option.default:
                 options.append(f"{option.name}={text}")
         return f"{type(self).__name__}({', '.join(options)})"
+
+
+C = TypeVar("C", bound="Component")
+
+
+class _Number:
+    """Stands for a number in a component whose numbers are data."""
+
+    def __repr__(self) -> str:
+        return "·"
+
+
+_NUMBER = _Number()
+
+
+def without_numbers(component: C) -> tuple[C, tuple[Any, ...]]:
+    """Separate code from data: the component with placeholders for its numbers, and the numbers.
+
+    Components with the same code compare equal then. The components inside it are treated alike.
+
+    Examples:
+        >>> from byzpg.robust import IPM, SignFlip
+        >>> code, numbers = without_numbers(IPM(epsilon=0.1))
+        >>> print(numbers, code == without_numbers(IPM(epsilon=0.7))[0], code == without_numbers(SignFlip())[0])
+        (0.1,) True False
+        >>> print(with_numbers(code, [0.7]))
+        IPM(epsilon=0.7)
+    """
+    options, numbers = {}, []
+    for option in fields(component):  # pyright: ignore[reportArgumentType]
+        value = getattr(component, option.name)
+        if option.name in component.numbers and (isinstance(value, Array) or isinstance(value, float) and value != 0):
+            numbers.append(value)
+            value = _NUMBER
+        elif isinstance(value, Component):
+            value, inside = without_numbers(value)
+            numbers += inside
+        options[option.name] = value
+    return (_made(component, options) if numbers else component), tuple(numbers)
+
+
+def with_numbers(code: C, numbers: Iterable[Any]) -> C:
+    """The inverse of `without_numbers`; the numbers may be arrays, as they are inside a compiled program."""
+    return _filled(code, iter(numbers))
+
+
+def _filled(code: C, numbers: Iterator[Any]) -> C:
+    options = {option.name: getattr(code, option.name) for option in fields(code)}  # pyright: ignore[reportArgumentType]
+    filled = {
+        name: next(numbers)
+        if value is _NUMBER
+        else _filled(value, numbers)
+        if isinstance(value, Component)
+        else value
+        for name, value in options.items()
+    }
+    return code if all(filled[name] is options[name] for name in options) else _made(code, filled)
+
+
+def _made(component: C, options: dict[str, Any]) -> C:
+    """A component of the same class, without its checks: they were made with the numbers in place."""
+    made = object.__new__(type(component))
+    for name, value in options.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def plain_name(name: str) -> str:

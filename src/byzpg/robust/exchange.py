@@ -8,7 +8,7 @@ an honest state.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
 
-from byzpg.robust.attacks import Attack, Knowledge
-from byzpg.robust.components import Vectors, check_num_byzantine, check_vectors
+from byzpg.robust.attacks import Attack, Knowledge, NoAttack
+from byzpg.robust.components import Vectors, check_num_byzantine, check_vectors, with_numbers, without_numbers
 from byzpg.robust.geometry import Cloud, SharedRows, dot, is_sound, squared_distances
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors
 
@@ -91,14 +91,14 @@ class Diagnostics:
         honest_variance: 1/(h(h − 1)) Σ_{i,l honest} ‖x_i − x_l‖², for h honest agents; error/variance is C_ra · α.
         diameter_before: The diameter of the honest vectors.
         diameter_after: The diameter of the honest receivers' results.
-        weights: [receiver, sender]; None for rules that are not weighted means.
+        weights: [receiver, sender]; NaN for rules that are not weighted means.
     """
 
     error: Array
     honest_variance: Array
     diameter_before: Array
     diameter_after: Array
-    weights: Array | None
+    weights: Array
 
 
 def exchange(
@@ -158,17 +158,19 @@ def exchange(
         if rule.needs_key or attack.needs_key:
             raise ValueError(f"{rule} under {attack} draws random numbers: pass key=jax.random.key(seed).")
         key = jax.random.key(0)
-    setting = _Setting(
-        rule=rule,
-        attack=attack,
+    round_ = Round.of(
+        rule,
+        attack,
         num_byzantine=num_byzantine,
         phase=phase,
         at_server=at_server,
-        diagnose=diagnose,
-        shards=shards,
+        vectors=vectors,
+        byzantine=byzantine,
+        iteration=jnp.asarray(iteration),
+        keys=key,
     )
     with clear_search_errors():
-        exchanged = _exchange(setting, vectors, byzantine, jnp.asarray(iteration), key)
+        exchanged = _exchange(round_, diagnose, shards)
         if not isinstance(exchanged[0], Tracer):
             jax.block_until_ready(exchanged)
     return exchanged
@@ -191,39 +193,119 @@ def _check_byzantine(byzantine: Vectors | Sequence[int], num_agents: int) -> Arr
 
 @dataclass(frozen=True)
 class _Setting:
-    """What determines the compiled program of a round; static under jit."""
+    """What determines the compiled program of a round, apart from shapes."""
 
     rule: Rule
     attack: Attack
     num_byzantine: int
     phase: Phase
     at_server: bool
-    diagnose: bool
-    shards: Shards
 
 
-@partial(jax.jit, static_argnames="setting")
-def _exchange(
-    setting: _Setting, vectors: Array, byzantine: Array, iteration: Array, key: Array
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Round:
+    """A round of messages, or one of each of several runs alike: arrays then lead with [run]."""
+
+    code: _Setting = field(metadata={"static": True})  # the rule and the attack without their numbers
+    vectors: Array  # [K, d]
+    byzantine: Array  # [b]
+    keys: Array  # []
+    rule_numbers: tuple[Any, ...]
+    attack_numbers: tuple[Any, ...]
+    iteration: Array  # []
+
+    @classmethod
+    def of(cls, rule: Rule, attack: Attack, *, num_byzantine: int, phase: Phase, at_server: bool, **data: Any) -> "Round":
+        """The round of one run, for a rule and an attack that have their numbers."""
+        rule, rule_numbers = without_numbers(rule)
+        attack, attack_numbers = without_numbers(attack)
+        code = _Setting(rule, attack, num_byzantine, phase, at_server)
+        return cls(code, rule_numbers=rule_numbers, attack_numbers=attack_numbers, **data)
+
+    @property
+    def setting(self) -> _Setting:
+        """The setting of one run, numbers included."""
+        code = self.code
+        rule, attack = with_numbers(code.rule, self.rule_numbers), with_numbers(code.attack, self.attack_numbers)
+        return replace(code, rule=rule, attack=attack)
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """What the attackers of one run know."""
+        setting = self.setting
+        return Knowledge(
+            vectors=self.vectors,
+            byzantine=self.byzantine,
+            iteration=self.iteration,
+            key=attack_key(self.keys),
+            rule=setting.rule,
+            num_byzantine=setting.num_byzantine,
+        )
+
+    def false_rows(self) -> Array | None:
+        """What the attackers of one run send to all receivers [b, d]; None if they equivocate."""
+        setting, knowledge = self.setting, self.knowledge
+        receivers = jnp.asarray([knowledge.num_agents]) if setting.at_server else jnp.arange(knowledge.num_agents)
+        if not len(self.byzantine):
+            return self.vectors[:0]
+        if len(receivers) > 1 and _num_answers(setting.attack, setting.phase, knowledge, receivers) > 1:
+            return None
+        return setting.attack.messages(setting.phase, knowledge, receivers[:1])[0]
+
+
+def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[tuple[Array, Diagnostics]]:
+    """Carry out rounds of messages of several runs each, inside a compiled program.
+
+    Rounds with the same rule and shapes share its code, whatever the attackers send to all receivers.
+
+    Returns:
+        The results [run, K, d], or [run, 1, d] at a server, and the diagnostics of each round.
+    """
+    groups: dict[Any, list[tuple[int, Round, Array | None]]] = {}
+    for index, each in enumerate(rounds):
+        false_rows = jax.vmap(Round.false_rows)(each)
+        if false_rows is not None:  # the attack is done
+            each = replace(each, code=replace(each.code, attack=NoAttack(), phase="gradients"), attack_numbers=())
+        shapes = each.vectors.shape[1:], each.byzantine.shape[1:]
+        groups.setdefault((each.code, shapes), []).append((index, each, false_rows))
+    found: dict[int, tuple[Array, Diagnostics]] = {}
+    receive = jax.vmap(partial(_receive, diagnose=True, shards=shards))
+    for members in groups.values():
+        outcome = receive(*_as_one([(each, false_rows) for _, each, false_rows in members]))
+        begin = 0
+        for index, each, _ in members:
+            end = begin + len(each.vectors)
+            found[index] = jax.tree.map(partial(lax.slice_in_dim, start_index=begin, limit_index=end), outcome)
+            begin = end
+    return [found[index] for index in range(len(rounds))]
+
+
+def _as_one(parts: Sequence[Any]) -> Any:
+    """The runs of several rounds as one."""
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+@partial(jax.jit, static_argnames=("diagnose", "shards"))
+def _exchange(round_: Round, diagnose: bool, shards: Shards) -> tuple[Array, Diagnostics | None]:
+    results, diagnostics = _receive(round_, round_.false_rows(), diagnose, shards)
+    return (results[0] if round_.code.at_server else results), diagnostics
+
+
+def _receive(
+    round_: Round, false_rows: Array | None, diagnose: bool, shards: Shards
 ) -> tuple[Array, Diagnostics | None]:
-    knowledge = Knowledge(
-        vectors=vectors,
-        byzantine=byzantine,
-        iteration=iteration,
-        key=attack_key(key),
-        rule=setting.rule,
-        num_byzantine=setting.num_byzantine,
-    )
-    messages = _Messages.sent(setting, knowledge)
+    """Apply the rule of one run at every receiver; `false_rows` [b, d] go to all of them, unless attackers equivocate."""
+    setting, knowledge = round_.setting, round_.knowledge
+    messages = _Messages.sent(setting, knowledge, false_rows)
     receivers, stands_for = _receivers(setting, messages)
-    at_group = partial(_at_group, setting, messages, key)
-    here = _in_groups(at_group, setting.shards.part(receivers), messages.bytes_per_receiver(setting.rule))
-    results, weights = setting.shards.whole(here, len(receivers))
+    at_group = partial(_at_group, setting, messages, round_.keys, diagnose)
+    here = _in_groups(at_group, shards.part(receivers), messages.bytes_per_receiver(setting.rule))
+    results, weights = shards.whole(here, len(receivers))
     if stands_for is not None:
         results = results[stands_for]
         weights = None if weights is None else weights[stands_for]
-    diagnostics = _diagnostics(setting, knowledge, results, weights) if setting.diagnose else None
-    return (results[0] if setting.at_server else results), diagnostics
+    return results, _diagnostics(setting, knowledge, results, weights) if diagnose else None
 
 
 @dataclass(frozen=True)
@@ -236,23 +318,19 @@ class _Messages:
     equivocal: bool  # attackers send different messages to different receivers
 
     @classmethod
-    def sent(cls, setting: _Setting, knowledge: Knowledge) -> "_Messages":
-        """Ask the attackers for their messages, once if they do not equivocate."""
+    def sent(cls, setting: _Setting, knowledge: Knowledge, false_rows: Array | None) -> "_Messages":
+        """The messages of attackers that send `false_rows` [b, d] to all receivers, or None: that equivocate."""
         vectors, byzantine, num_agents = knowledge.vectors, knowledge.byzantine, knowledge.num_agents
-        num_attackers, attack = len(byzantine), setting.attack
-        agents = jnp.arange(num_agents)
         shared_rows, shared_usable = vectors, is_sound(vectors)
         honest = knowledge.honest
         first = honest[jnp.argmax(shared_usable[honest])]
-        equivocal = num_attackers > 0 and _num_answers(attack, setting.phase, knowledge, agents) > 1
-        if not equivocal:
-            false_rows = attack.messages(setting.phase, knowledge, agents[:1])[0] if num_attackers else vectors[:0]
+        if false_rows is not None:
             shared_rows = jnp.concatenate([vectors, false_rows])
             shared_usable = jnp.append(shared_usable, is_sound(false_rows))
         majority = num_agents - setting.num_byzantine
         shared = SharedRows.around(shared_rows, shared_usable, first=first, majority=majority, candidates=num_agents)
-        false_row = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(num_attackers))
-        return cls(knowledge, shared, false_row, equivocal)
+        false_row = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(len(byzantine)))
+        return cls(knowledge, shared, false_row, equivocal=false_rows is None)
 
     def to_each(self, setting: _Setting, receivers: Array) -> Array:
         """Return the messages that only one receiver holds [receiver, Byzantine sender, d]."""
@@ -295,7 +373,9 @@ def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | N
     return jnp.append(knowledge.honest[:1], knowledge.byzantine), stands_for
 
 
-def _at_group(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
+def _at_group(
+    setting: _Setting, messages: _Messages, key: Array, diagnose: bool, receivers: Array
+) -> tuple[Array, Array | None]:
     """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K] at a group of receivers."""
     rule = setting.rule
 
@@ -305,7 +385,7 @@ def _at_group(setting: _Setting, messages: _Messages, key: Array, receivers: Arr
             messages.held_by(receiver, private, own=None if setting.at_server else receiver),
             num_byzantine=setting.num_byzantine,
             key=rule_key(key, receiver),
-            with_weights=setting.diagnose and rule.has_weights,
+            with_weights=diagnose and rule.has_weights,
         )
         return applied.result, applied.weights
 
@@ -321,7 +401,7 @@ def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weight
         honest_variance=2 * square / max(1, len(around_mean) - 1),
         diameter_before=_diameter(around_mean),
         diameter_after=after,
-        weights=weights,
+        weights=jnp.full((len(results), knowledge.num_agents), jnp.nan) if weights is None else weights,
     )
 
 
