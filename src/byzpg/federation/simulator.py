@@ -9,7 +9,7 @@ On a host task, episodes are played between programs, and the rest of an iterati
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -141,17 +141,17 @@ def _keys(seeds: Array, purpose: int) -> Array:
     return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), purpose))(seeds)
 
 
-@partial(jax.jit, static_argnames="federations")
-def _start(seeds: Array, federations: Federations) -> States:
-    keys = _keys(seeds, INITIAL)
+@partial(jax.jit, static_argnames="codes")
+def _start(seeds: Array, codes: Federations) -> States:
+    agent = codes[0].agent
+    initial = jax.vmap(partial(agent.conventions.initial_parameters, agent.policy))(_keys(seeds, INITIAL))
 
-    def of(federation: Federation) -> SimulationState:
-        agent = federation.agent
-        initial = jax.vmap(partial(agent.conventions.initial_parameters, agent.policy))(keys)
-        agents = _split(agent.initial(jnp.repeat(initial, federation.num_holders, axis=0)), len(seeds))
+    @cache  # federations that start alike start from the same arrays
+    def of(agent: Agent, num_holders: int) -> SimulationState:
+        agents = _split(agent.initial(jnp.repeat(initial, num_holders, axis=0)), len(seeds))
         return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
 
-    return tuple(map(of, federations))
+    return tuple(of(code.agent, code.num_holders) for code in codes)
 
 
 def _separated_numbers(federations: Federations) -> tuple[Federations, np.ndarray]:
@@ -202,7 +202,8 @@ class _Table:
         for kind, part in zip(self.kinds, self.by_kind(rows, num_seeds), strict=True):
             every = len(kind.members)
             for index, first in zip(kind.members, range(every), strict=True):
-                found[index] = jax.tree.map(lambda leaf, first=first, every=every: leaf[first::every] if leaf.ndim else leaf, part)
+                take = slice(first, None, every)
+                found[index] = jax.tree.map(lambda leaf, take=take: leaf[take] if leaf.ndim else leaf, part)
         return found
 
     def by_kind(self, rows: Any, num_seeds: int) -> list[Any]:
@@ -502,33 +503,67 @@ def _iteration(
         for table, state in zip(tables, states, strict=True)
     ]
 
-    def estimated(batch_is_large: bool) -> list[tuple[Array, SampleMetrics, ExchangeMetrics]]:
-        """What the holders of parameters estimate [row, holder, d]: a server, by its workers."""
+    at_servers = [each for each in iterations if each.table.code.centralized]
+    both_sizes = not isinstance(large, bool)
+
+    def estimated(batch_is_large: bool) -> list[_Gradients]:
+        """What the players estimate; where the batch decides whether servers aggregate, also what they aggregate."""
         players = [_players(each.table, shards, each.state, each.draws, batch_is_large) for each in iterations]
         # Not whole players: the optimizers of other tables may have other states.
         parameters, play_keys = _joined([(each.agents.parameters, each.keys) for each in players])
         episodes = play(parameters, play_keys, batch_is_large, _attacks_on_play(tables, players, num_seeds))
         agents = [
-            _repeated(this.agent, len(each.keys) // this.num_rows) for this, each in zip(iterations, players, strict=True)
+            _repeated(this.agent, len(each.keys) // this.num_rows)
+            for this, each in zip(iterations, players, strict=True)
         ]
         results = _estimates(agents, players, episodes, batch_is_large)
-        found = []
-        for this, result in zip(iterations, results, strict=True):
-            num_players = this.table.code.num_players(batch_is_large)
-            estimates, sampled = shards.whole(_split(result, this.num_rows), num_players, axis=1)
-            exchanged = ExchangeMetrics.none(this.num_rows)
-            if this.table.code.centralized and batch_is_large:
-                estimates, exchanged = this.aggregate(estimates)
-            found.append((estimates, _sample_metrics(this.draws.honest_players(num_players), sampled), exchanged))
-        return found
+        found = [
+            this.gradients(*shards.whole(_split(result, this.num_rows), this.table.code.num_players(batch_is_large), 1))
+            for this, result in zip(iterations, results, strict=True)
+        ]
+        return _aggregated(iterations, found, at_servers, shards) if both_sizes and batch_is_large else found
 
     found = _either(large, partial(estimated, True), partial(estimated, False))
-    outcomes = [this.finish(*each) for this, each in zip(iterations, found, strict=True)]
+    others = [each for each in iterations if each not in at_servers]
+    found = _aggregated(iterations, found, iterations if large is True else others, shards)
+    outcomes = [this.finish(gradients) for this, gradients in zip(iterations, found, strict=True)]
     following, metrics = zip(*outcomes, strict=True)
     return following, metrics
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class _Gradients:
+    """The gradients of a table's players, later those of its holders of parameters, and what is known of them."""
+
+    own: Array  # [row, player, d]
+    aggregated: Array  # [row, holder, d]; `own` until there is an aggregate
+    sampled: SampleMetrics
+    exchanged: ExchangeMetrics
+
+
+def _aggregated(
+    iterations: Sequence["_Iteration"], gradients: list[_Gradients], where: Sequence["_Iteration"], shards: Shards
+) -> list[_Gradients]:
+    """The gradients once they have been exchanged in some of the tables; all their rounds are carried out together."""
+    where = [each for each in where if each.table.code.num_agents > 1]
+    rounds = [
+        each.rounds("gradients", this.own, each.draws.gradient_keys) if each in where else []
+        for each, this in zip(iterations, gradients, strict=True)
+    ]
+    outcomes = iter(exchange_all([each for of_table in rounds for each in of_table], shards))
+    found = []
+    for each, this, of_table in zip(iterations, gradients, rounds, strict=True):
+        if of_table:
+            aggregated, report = _joined([next(outcomes) for _ in of_table])
+            own = aggregated if each.table.code.centralized else this.own
+            exchanged = _exchange_metrics(each.draws.is_honest, report)
+            this = replace(this, own=own, aggregated=aggregated, exchanged=exchanged)
+        found.append(this)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
 class _Iteration:
     """The rows of one table in one iteration: their messages, and what follows from them."""
 
@@ -548,8 +583,14 @@ class _Iteration:
         code = self.table.code.agent
         return with_numbers(code, _joined([without_numbers(each.agent)[1] for each in self.federations]))
 
-    def send(self, phase: Phase, vectors: Array, message_keys: Array) -> tuple[Array, Diagnostics]:
-        """One round of messages: results [row, receiver, d]."""
+    def gradients(self, estimates: Array, sampled: Sampled) -> _Gradients:
+        """What the players estimated, before any message."""
+        is_honest = self.draws.honest_players(estimates.shape[1])
+        metrics = _sample_metrics(is_honest, sampled)
+        return _Gradients(estimates, estimates, metrics, ExchangeMetrics.none(self.num_rows))
+
+    def rounds(self, phase: Phase, vectors: Array, message_keys: Array) -> list[Round]:
+        """The rounds of messages of each kind, for vectors [row, agent, d]."""
         rounds, begin = [], 0
         for federation, attackers in zip(self.federations, self.draws.attackers, strict=True):
             here = slice(begin, begin := begin + len(attackers))
@@ -568,29 +609,21 @@ class _Iteration:
                     iteration=jnp.broadcast_to(self.state.iteration, len(attackers)),
                 )
             )
-        return _joined(exchange_all(rounds, self.shards))
+        return rounds
 
-    def aggregate(self, estimates: Array) -> tuple[Array, ExchangeMetrics]:
-        if self.table.code.num_agents == 1:
-            return estimates, ExchangeMetrics.none(self.num_rows)
-        aggregated, report = self.send("gradients", estimates, self.draws.gradient_keys)
-        return aggregated, _exchange_metrics(self.draws.is_honest, report)
-
-    def finish(self, own: Array, sampled: SampleMetrics, exchanged: ExchangeMetrics) -> tuple[SimulationState, Metrics]:
-        """The rest of the iteration, once its holders of parameters have their estimates [row, holder, d]."""
+    def finish(self, gradients: _Gradients) -> tuple[SimulationState, Metrics]:
+        """The rest of the iteration, once all holders of parameters have their aggregate."""
         code, state, num_rows = self.table.code, self.state, self.num_rows
         agent = _repeated(self.agent, code.num_holders)
-        aggregated = own
-        if not code.centralized:
-            aggregated, exchanged = self.aggregate(own)
         before = _merge(state.agents)
-        agents = agent.advance(before, _merge(own), _merge(aggregated))
+        agents = agent.advance(before, _merge(gradients.own), _merge(gradients.aggregated))
 
         diameters = jnp.full((2, num_rows), jnp.nan)
         if code.agrees:
 
             def agree(parameters: Array, message_keys: Array) -> tuple[Array, tuple[Array, Array]]:
-                agreed, report = self.send("parameters", parameters, message_keys)
+                rounds = self.rounds("parameters", parameters, message_keys)
+                agreed, report = _joined(exchange_all(rounds, self.shards))
                 return agreed, (report.diameter_before, report.diameter_after)
 
             sent = _split(agents.parameters, num_rows)
@@ -598,7 +631,12 @@ class _Iteration:
             diameters = jnp.stack([first[0], last[-1]])
             agents = agent.settle(before.parameters, agents, _merge(agreed))
 
-        metrics = Metrics(**vars(sampled), **vars(exchanged), diameter_before=diameters[0], diameter_after=diameters[1])
+        metrics = Metrics(
+            **vars(gradients.sampled),
+            **vars(gradients.exchanged),
+            diameter_before=diameters[0],
+            diameter_after=diameters[1],
+        )
         return SimulationState(_split(agents, num_rows), state.output, state.iteration + 1), metrics
 
 

@@ -17,7 +17,6 @@ from byzpg.learning.policies import Policy, Weights
 from byzpg.learning.rollouts import Clock, Episodes
 from byzpg.robust.components import Component, check_choice, check_positive
 
-
 # One number for all agents, or one per agent [agent].
 Number = float | Array
 

@@ -66,7 +66,7 @@ def without_numbers(component: C) -> tuple[C, tuple[Any, ...]]:
     options, numbers = {}, []
     for option in fields(component):  # pyright: ignore[reportArgumentType]
         value = getattr(component, option.name)
-        if option.name in component.numbers and (isinstance(value, Array) or isinstance(value, float) and value != 0):
+        if option.name in component.numbers and (isinstance(value, Array) or (isinstance(value, float) and value != 0)):
             numbers.append(value)
             value = _NUMBER
         elif isinstance(value, Component):
@@ -84,11 +84,7 @@ def with_numbers(code: C, numbers: Iterable[Any]) -> C:
 def _filled(code: C, numbers: Iterator[Any]) -> C:
     options = {option.name: getattr(code, option.name) for option in fields(code)}  # pyright: ignore[reportArgumentType]
     filled = {
-        name: next(numbers)
-        if value is _NUMBER
-        else _filled(value, numbers)
-        if isinstance(value, Component)
-        else value
+        name: next(numbers) if value is _NUMBER else _filled(value, numbers) if isinstance(value, Component) else value
         for name, value in options.items()
     }
     return code if all(filled[name] is options[name] for name in options) else _made(code, filled)

@@ -216,7 +216,9 @@ class Round:
     iteration: Array  # []
 
     @classmethod
-    def of(cls, rule: Rule, attack: Attack, *, num_byzantine: int, phase: Phase, at_server: bool, **data: Any) -> "Round":
+    def of(
+        cls, rule: Rule, attack: Attack, *, num_byzantine: int, phase: Phase, at_server: bool, **data: Any
+    ) -> "Round":
         """The round of one run, for a rule and an attack that have their numbers."""
         rule, rule_numbers = without_numbers(rule)
         attack, attack_numbers = without_numbers(attack)
@@ -265,20 +267,35 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
     groups: dict[Any, list[tuple[int, Round, Array | None]]] = {}
     for index, each in enumerate(rounds):
         false_rows = jax.vmap(Round.false_rows)(each)
+        shapes = each.vectors.shape[1:], each.byzantine.shape[1:]
         if false_rows is not None:  # the attack is done
             each = replace(each, code=replace(each.code, attack=NoAttack(), phase="gradients"), attack_numbers=())
-        shapes = each.vectors.shape[1:], each.byzantine.shape[1:]
         groups.setdefault((each.code, shapes), []).append((index, each, false_rows))
+    # A server holds what an honest agent holds: where agents do the same, its result is read off one of them.
+    for code, shapes in list(groups):
+        agents = replace(code, at_server=False), shapes
+        if code.at_server and not code.rule.differs_by_receiver and agents in groups:
+            groups[agents] += groups.pop((code, shapes))
     found: dict[int, tuple[Array, Diagnostics]] = {}
     receive = jax.vmap(partial(_receive, diagnose=True, shards=shards))
-    for members in groups.values():
-        outcome = receive(*_as_one([(each, false_rows) for _, each, false_rows in members]))
-        begin = 0
+    for (code, _), members in groups.items():
+        parts = [(replace(each, code=code), false_rows) for _, each, false_rows in members]
+        outcome, begin = receive(*_as_one(parts)), 0
         for index, each, _ in members:
             end = begin + len(each.vectors)
-            found[index] = jax.tree.map(partial(lax.slice_in_dim, start_index=begin, limit_index=end), outcome)
+            theirs = jax.tree.map(partial(lax.slice_in_dim, start_index=begin, limit_index=end), outcome)
+            found[index] = (
+                jax.vmap(_at_honest_agent)(each, *theirs) if each.code.at_server != code.at_server else theirs
+            )
             begin = end
     return [found[index] for index in range(len(rounds))]
+
+
+def _at_honest_agent(round_: Round, results: Array, diagnostics: Diagnostics) -> tuple[Array, Diagnostics]:
+    """What a server would have: the result of one honest agent."""
+    honest = round_.knowledge.honest[:1]
+    error, weights = diagnostics.error[honest], diagnostics.weights[honest]
+    return results[honest], replace(diagnostics, error=error, weights=weights)
 
 
 def _as_one(parts: Sequence[Any]) -> Any:
