@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -143,20 +144,24 @@ class Scripted:
 
     number: int
     script: dict[tuple[str, int], str] = field(default_factory=dict)
+    together: bool = False
     given: list[tuple[int, Cell]] = field(default_factory=list)
     busy: dict[int, list[Event]] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)  # how many cells were given at once
 
     def idle(self) -> list[int]:
         return [worker for worker in range(self.number) if worker not in self.busy]
 
-    def submit(self, worker: int, cell: Cell) -> None:
+    def submit(self, worker: int, cells: Sequence[Cell]) -> None:
         assert worker not in self.busy
-        self.given.append((worker, cell))
-        attempt = sum(each.name == cell.name for _, each in self.given)
-        kind: Any = self.script.get((cell.name, attempt), "finished")
-        self.busy[worker] = [
-            Event(cell, "training", 0.5),
-            Event(cell, kind, reason="" if kind == "finished" else "why"),
+        assert self.together or len(cells) == 1
+        self.sizes.append(len(cells))
+        self.given += [(worker, cell) for cell in cells]
+        attempts = Counter(each.name for _, each in self.given)
+        kinds: list[Any] = [self.script.get((cell.name, attempts[cell.name]), "finished") for cell in cells]
+        self.busy[worker] = [Event(cell, "training", 0.5) for cell in cells] + [
+            Event(cell, kind, reason="" if kind == "finished" else "why")
+            for cell, kind in zip(cells, kinds, strict=True)
         ]
 
     def wait(self, seconds: float) -> Event | None:
@@ -194,6 +199,36 @@ def test_a_worker_keeps_to_the_program_it_has_compiled(cells: Sequence[Cell]) ->
     workers = Scripted(2)
     run(cells[:4], workers, 0, heard.append)
     assert sum(worker == 1 for worker, _ in workers.given) == 2
+
+
+def test_cells_that_differ_in_numbers_share_a_program() -> None:
+    text = "num_seeds = 1\n[grid]\nstep_size = [0.01, 0.02]\nattack = ['IPM(epsilon=0.1)', 'IPM(epsilon=2.0)', 'ALIE']"
+    assert len({cell.program for cell in grid(text).cells}) == 2
+
+
+def test_a_worker_on_a_gpu_trains_the_cells_of_a_program_together(cells: Sequence[Cell]) -> None:
+    """What fails among others is tried again alone."""
+    unlucky = cells[1].name
+    workers, heard = Scripted(1, {(unlucky, 1): "failed"}, together=True), list[Progress]()
+    assert run(cells, workers, 1, heard.append) == {}
+    assert sorted(workers.sizes) == [1, 3, 3]
+    assert [cell.name for _, cell in workers.given].count(unlucky) == 2
+    assert heard[-1].finished == 6
+
+
+def test_cells_that_train_together_end_as_alone_up_to_rounding(tmp_path: Path) -> None:
+    chosen = grid(f"{SHARED}baseline = 'none'\n[grid]\nstep_size = [0.01, 0.2]\nattack = ['SignFlip', 'SignFlip(scale=3.0)']").cells
+    workers = LocalWorkers(tmp_path, 1, len(chosen))
+    workers.together = True  # as on a GPU
+    try:
+        assert run(chosen, workers, 0, lambda progress: None) == {}
+    finally:
+        workers.close()
+    for cell in chosen:
+        found, alone = load(tmp_path / "runs" / cell.name), train(Config.of(cell.settings.as_data(), "cell"))
+        np.testing.assert_allclose(found.parameters["last"], alone.parameters["last"], atol=1e-5)
+    ends = [load(tmp_path / "runs" / cell.name).parameters["last"] for cell in chosen]
+    assert np.abs(ends[0] - ends[2]).max() > 0.01  # the step sizes are their own
 
 
 def test_a_worker_that_is_killed_at_its_start_is_started_again(tmp_path: Path) -> None:

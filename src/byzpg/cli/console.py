@@ -18,7 +18,7 @@ console = Console()
 errors = Console(stderr=True)
 
 # Seconds between two lines of progress where there is no terminal.
-LINE_SECONDS = 5.0
+LINE_SECONDS = 2.5
 
 
 def say(text: str) -> None:

@@ -56,7 +56,8 @@ def _announce(planned: Mapping[Path, Settings]) -> None:
     say(f"Training on {settings.env}: {federation(settings)}; {amount}; preset {settings.preset}")
     for directory, each in planned.items():
         say(f"  {method(each)} → {directory}")
-    if not console.is_terminal:  # a terminal shows a line of progress
+    complete = all(RunDirectory(directory).complete for directory in planned)
+    if not console.is_terminal and not complete:  # a terminal shows a line of progress
         say("Compiling (later starts find the program in a cache) …")
 
 

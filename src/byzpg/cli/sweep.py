@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 class Sweep:
     """Run a grid of options, on this machine or on a Ray cluster.
 
-    Every combination of options is a cell, and every cell is a run of its own on one device and one core, so its result
-    does not depend on where it is trained. Finished cells are kept and skipped: a grid that was stopped continues, and
-    a larger grid only trains what is new.
+    Every combination of options is a cell, and every cell is a run of its own. On CPUs it has one core for itself, so
+    its result does not depend on where it is trained; on a GPU, cells with the same rules and attacks train side by
+    side. Finished cells are kept and skipped: a grid that was stopped continues, and a larger grid only trains what is
+    new.
 
     Example: byzpg sweep grid.toml --workers 4
     """

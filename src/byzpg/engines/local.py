@@ -7,8 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ class _Worker:
     process: subprocess.Popen[str]
     log: Path
     about: Mapping[str, Any] | None = None  # its provenance; None until it is ready
-    cell: Cell | None = None
+    cells: Sequence[Cell] = ()  # that it is training
     listener: Thread = field(init=False)
 
     def death(self) -> str:
@@ -68,9 +68,10 @@ class LocalWorkers:
         self._workers: dict[int, _Worker] = {}
         self._heard: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
         self._failed_starts = Counter[int]()  # by worker, in a row
+        self._events: deque[Event] = deque()  # that `wait` has yet to return
         try:
-            backend = self._first()
-            wanted = number or (1 if backend != "cpu" else num_cores())
+            self.together = self._first() != "cpu"
+            wanted = number or (1 if self.together else num_cores())
             for index in range(1, min(wanted, num_cells)):
                 self._start(index)
         except BaseException:
@@ -117,50 +118,53 @@ class LocalWorkers:
 
     def idle(self) -> list[int]:
         """The workers that wait for a cell."""
-        return [i for i, worker in self._workers.items() if worker.about is not None and worker.cell is None]
+        return [i for i, worker in self._workers.items() if worker.about is not None and not worker.cells]
 
-    def submit(self, worker: int, cell: Cell) -> None:
-        """Let a worker train a cell, or continue it."""
+    def submit(self, worker: int, cells: Sequence[Cell]) -> None:
+        """Let a worker train cells, or continue them."""
         chosen = self._workers[worker]
         assert chosen.about is not None
         assert chosen.process.stdin is not None
-        chosen.cell = cell
-        path = self.folder / "runs" / cell.name
+        chosen.cells = cells
         about = {**chosen.about, "command": sys.argv}
-        if (path / "config.json").is_file():
-            RunDirectory.open(path).write_provenance(about)
-        else:
-            RunDirectory.create(path, cell.settings, about)
+        paths = [self.folder / "runs" / cell.name for cell in cells]
+        for path, cell in zip(paths, cells, strict=True):
+            if (path / "config.json").is_file():
+                RunDirectory.open(path).write_provenance(about)
+            else:
+                RunDirectory.create(path, cell.settings, about)
         with suppress(BrokenPipeError):  # its process has just ended, which `wait` will find out
-            chosen.process.stdin.write(json.dumps({"directory": str(path)}) + "\n")
+            chosen.process.stdin.write(json.dumps({"directories": [str(path) for path in paths]}) + "\n")
             chosen.process.stdin.flush()
 
     def wait(self, seconds: float) -> Event | None:
         """Wait for an event of a worker; None if there was none within `seconds`."""
+        if not self._events:
+            self._listen_for(seconds)
+        return self._events.popleft() if self._events else None
+
+    def _listen_for(self, seconds: float) -> None:
         try:
             index, line = self._heard.get(timeout=seconds)
         except Empty:
-            return None
+            return
         worker = self._workers[index]
         if worker.about is None and line is None and self._failed_starts[index] < START_LIMIT:
             self._failed_starts[index] += 1
             self._hang_up(worker)
             self._start(index)
-            return None
-        if worker.about is None:
+        elif worker.about is None:
             self._ready(index, line)
-            return None
-        if line is None:
+        elif line is None:
             reason = worker.death()
             self._hang_up(worker)
             self._start(index)
-            return None if worker.cell is None else Event(worker.cell, "lost", reason=reason)
-        report = json.loads(line)
-        cell = worker.cell
-        assert cell is not None
-        if report["kind"] != "training":
-            worker.cell = None
-        return Event(cell, **report)
+            self._events += [Event(cell, "lost", reason=reason) for cell in worker.cells]
+        else:
+            report = json.loads(line)
+            self._events += [Event(cell, **report) for cell in worker.cells]
+            if report["kind"] != "training":
+                worker.cells = ()
 
     def close(self) -> None:
         """End the workers: each finishes its block of iterations and writes a checkpoint; see `worker`."""

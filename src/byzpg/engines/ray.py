@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,15 @@ def train_cell(settings: str, versions: str) -> bytes:
 
 
 class RayWorkers:
-    """Tasks with one core each or, if the cluster has GPUs, with one GPU each. Ray's own retries are off.
+    """Tasks with one cell and one core each or, if the cluster has GPUs, with one GPU. Ray's own retries are off.
 
     Args:
         folder: The folder of the sweep.
         address: The address of a cluster; None starts one on this machine, which ends with this process.
         number: How many tasks run at once; None for as many as the cluster has room for.
     """
+
+    together = False
 
     def __init__(self, folder: Path, address: str | None, number: int | None) -> None:
         self.folder = folder
@@ -88,8 +91,9 @@ class RayWorkers:
         busy = {worker for worker, _ in self._running.values()}
         return [worker for worker in range(number) if worker not in busy]
 
-    def submit(self, worker: int, cell: Cell) -> None:
+    def submit(self, worker: int, cells: Sequence[Cell]) -> None:
         """Train a cell as a task."""
+        (cell,) = cells
         asked = json.dumps(cell.settings.as_data()), json.dumps(provenance()["versions"])
         self._running[self._task.remote(*asked)] = worker, cell
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -58,7 +59,7 @@ def main() -> None:
                 answer(kind="training", share=progress.done)
 
         try:
-            training.resume(json.loads(line)["directory"], on_progress)
+            training.resume_all([Path(each) for each in json.loads(line)["directories"]], on_progress)
         except (KeyboardInterrupt, BrokenPipeError):
             break
         except Exception as error:

@@ -1,6 +1,6 @@
-"""Grids of runs from a file: every combination of options is a cell, and a cell is one run, alone on one device.
+"""Grids of runs from a file: every combination of options is a cell, and a cell is one run on one device.
 
-`Workers` train the cells; `byzpg.engines` has several kinds. The result of a cell does not depend on the kind.
+`Workers` train the cells; `byzpg.engines` has several kinds. On CPUs, the result of a cell does not depend on the kind.
 """
 
 import csv
@@ -23,7 +23,7 @@ from byzpg.config import Config, Settings, present_name
 from byzpg.experiments.paper import run_name
 from byzpg.experiments.results import Result
 from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
-from byzpg.robust.components import Component
+from byzpg.robust.components import Component, without_numbers
 from byzpg.runs import Run, RunDirectory
 
 # Seconds to wait for workers before reporting progress, where the caller may stop the sweep.
@@ -39,8 +39,8 @@ class Cell:
 
     @property
     def program(self) -> Any:
-        """What the compiled program depends on; cells with equal values share it."""
-        return self.settings.federation(), self.settings.num_seeds
+        """What the compiled program depends on; cells with equal values share it, whatever their numbers are."""
+        return without_numbers(self.settings.federation())[0], self.settings.num_seeds
 
     @property
     def group(self) -> Settings:
@@ -189,14 +189,19 @@ class Event:
 
 
 class Workers(Protocol):
-    """Workers that train cells, each worker one cell at a time. A finished cell is in its run directory."""
+    """Workers that train cells. A finished cell is in its run directory."""
+
+    @property
+    def together(self) -> bool:
+        """Whether a worker trains all cells of a program side by side: a GPU has room for many."""
+        ...
 
     def idle(self) -> list[int]:
         """The numbers of the workers that wait for a cell."""
         ...
 
-    def submit(self, worker: int, cell: Cell) -> None:
-        """Give a cell to an idle worker."""
+    def submit(self, worker: int, cells: Sequence[Cell]) -> None:
+        """Give cells of one program to an idle worker: one cell, unless it trains them together."""
         ...
 
     def wait(self, seconds: float) -> Event | None:
@@ -259,12 +264,16 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
     while waiting or running:
         for worker in workers.idle():
             if waiting:
-                cell = _next(waiting, latest.get(worker), set(latest.values()))
-                waiting.remove(cell)
-                latest[worker] = cell.program
-                attempts[cell.name] += 1
-                running[cell.name] = 0.0
-                workers.submit(worker, cell)
+                first = _next(waiting, latest.get(worker), set(latest.values()))
+                given = [first]
+                if workers.together and not attempts[first.name]:  # a cell that failed is tried again alone
+                    given = [cell for cell in waiting if cell.program == first.program and not attempts[cell.name]]
+                latest[worker] = first.program
+                for cell in given:
+                    waiting.remove(cell)
+                    attempts[cell.name] += 1
+                    running[cell.name] = 0.0
+                workers.submit(worker, given)
         event = workers.wait(REPORT_SECONDS)
         news = ""
         if event is not None:
