@@ -217,7 +217,8 @@ def test_a_worker_on_a_gpu_trains_the_cells_of_a_program_together(cells: Sequenc
 
 
 def test_cells_that_train_together_end_as_alone_up_to_rounding(tmp_path: Path) -> None:
-    chosen = grid(f"{SHARED}baseline = 'none'\n[grid]\nstep_size = [0.01, 0.2]\nattack = ['SignFlip', 'SignFlip(scale=3.0)']").cells
+    swept = "[grid]\nstep_size = [0.01, 0.2]\nattack = ['SignFlip', 'SignFlip(scale=3.0)']"
+    chosen = grid(f"{SHARED}estimator = 'GPOMDP()'\n{swept}").cells
     workers = LocalWorkers(tmp_path, 1, len(chosen))
     workers.together = True  # as on a GPU
     try:
