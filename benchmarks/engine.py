@@ -3,13 +3,16 @@
     python benchmarks/engine.py steps         # environment steps per second, full-length episodes, K = 13
     python benchmarks/engine.py growth        # seconds per iteration and their shares for K = 13, 26, 52, 104
     python benchmarks/engine.py federations   # 100 federations of 13 agents × 4,000 trajectories, compilation included
+    python benchmarks/engine.py numbers       # federations that differ in numbers: seconds until their first block ends
     python benchmarks/engine.py train         # `byzpg train` as a newcomer runs it, from the start to the first return
 
 Baseline of `steps`: rollouts alone, as they are usually written: Gymnasium's CartPole and a NumPy network, one step at
-a time. `growth` has the first row, K = 13, as its baseline. Times are the best of several runs after compilation.
+a time. `growth` has the first row, K = 13, as its baseline, and `numbers` has one federation. Times are the best of
+several runs after compilation, where nothing else is said.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -196,6 +200,37 @@ def federations(number: int, trajectories: int) -> None:
     )
 
 
+def numbers() -> None:
+    """Every row in a new process: programs are compiled from scratch."""
+    sweep = {"attack": ["AvgZero"], "step_size": list(np.geomspace(1e-4, 1e-1, 64)), "gate": [1.0]}
+    both = {"attack": ["AvgZero", "ALIE", "LargeNoise"], "step_size": [1e-3, 3e-3, 1e-2, 3e-2], "gate": [0.5, 1.0]}
+    alone = {option: choices[:1] for option, choices in sweep.items()}
+    print("| federations, each with 4 seeds | number | first block, s | × one federation | next block, s | × one |")
+    print("|---|---:|---:|---:|---:|---:|")
+    baseline: tuple[float, ...] = ()
+    for name, options in (("one", alone), ("64 step sizes", sweep), ("3 attacks × 4 step sizes × 2 gates", both)):
+        command = [sys.executable, __file__, "numbers", "--options", json.dumps(options)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        first, following = map(float, output.split())
+        baseline = baseline or (first, following)
+        ratios = first / baseline[0], following / baseline[1]
+        number = len(list(product(*options.values())))
+        print(f"| {name} | {number} | {first:.1f} | {ratios[0]:.1f} | {following:.2f} | {ratios[1]:.1f} |", flush=True)
+
+
+def first_blocks(options: dict[str, list[Any]]) -> None:
+    """Print the seconds of two blocks of eight iterations, from the start of the first one's compilation."""
+    chosen = [dict(zip(options, values, strict=True)) for values in product(*options.values())]
+    federations = tuple(Config(**SETTING | each).resolved().federation() for each in chosen)
+    started = time.perf_counter()
+    simulation = Simulation(federations, (0, 1, 2, 3))
+    states = simulation.start()
+    for _ in range(2):
+        states, _ = simulation.run(states, [LARGE] + [SMALL] * 7, 0)
+        print(time.perf_counter() - started)
+        started = time.perf_counter()
+
+
 def newcomer() -> None:
     """Two starts of each command: the first one with an empty cache of programs."""
     with tempfile.TemporaryDirectory() as folder:
@@ -228,15 +263,18 @@ def _marks(folder: str, options: tuple[str, ...], to_the_end: bool) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "growth", "federations", "train"))
+    parser.add_argument("what", choices=("steps", "growth", "federations", "numbers", "train"))
     parser.add_argument("--number", type=int, default=100)
     parser.add_argument("--trajectories", type=int, default=4000)
+    parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)  # of one process of `numbers`
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
     if arguments.what == "federations":
         federations(arguments.number, arguments.trajectories)
+    elif arguments.options is not None:
+        first_blocks(arguments.options)
     else:
-        {"steps": steps, "growth": growth, "train": newcomer}[arguments.what]()
+        {"steps": steps, "growth": growth, "numbers": numbers, "train": newcomer}[arguments.what]()
 
 
 if __name__ == "__main__":

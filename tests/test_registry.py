@@ -9,7 +9,7 @@ from byzpg._registry import FAMILIES, members, parse, summary
 from byzpg.robust import aggregators, agreement, attacks
 from byzpg.robust.aggregators import ARC, MDA, NNM, RFA, Bucketing, CenteredClipping, Clipping, Krum, MoNNA, TrimmedMean
 from byzpg.robust.attacks import ALIE, IPM, AvgZero, FixedSet, LargeNoise, MDAFooling, MinSum, NonFinite, RotatingSet
-from byzpg.robust.components import Component, nearest, plain_name
+from byzpg.robust.components import Component, nearest, plain_name, with_numbers, without_numbers
 
 WITH_OPTIONS: dict[str, list[Component]] = {
     "aggregator": [
@@ -50,6 +50,21 @@ def test_what_is_printed_is_read_back(family: str, component: Component) -> None
     assert read == component
     assert type(read) is type(component)
     assert str(read) == str(component)
+
+
+@pytest.mark.parametrize(("family", "component"), EVERY_ROW, ids=lambda value: str(value))
+def test_numbers_are_put_back_where_they_were(family: str, component: Component) -> None:
+    code, numbers = without_numbers(component)
+    assert with_numbers(code, numbers) == component
+    assert (code == component) == (not numbers)
+    assert {code: 1}[without_numbers(component)[0]] == 1  # hashable, as static arguments must be
+
+
+def test_numbers_of_components_inside_others_too() -> None:
+    code, numbers = without_numbers(Clipping(CenteredClipping(radius=2.0), threshold=0.5))
+    assert numbers == (2.0, 0.5)
+    assert str(with_numbers(code, [3.0, 4.0])) == "Clipping(CenteredClipping(radius=3.0), threshold=4.0)"
+    assert without_numbers(IPM(epsilon=0.0)) == (IPM(epsilon=0.0), ())  # 0 may decide something: it stays code
 
 
 def test_families_hold_every_concrete_class_and_no_other() -> None:

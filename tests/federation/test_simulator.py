@@ -12,6 +12,7 @@ import pytest
 
 from byzpg import Config, Run, train
 from byzpg.config import Settings
+from byzpg.federation import simulator
 from byzpg.federation.algorithms import Agent, AgentState
 from byzpg.federation.metrics import Metrics
 from byzpg.federation.schedule import Paper, iteration_stream
@@ -326,6 +327,47 @@ def test_federations_side_by_side_do_what_each_does_alone(
             np.testing.assert_allclose(one, other, atol=2e-3)  # RFA, again
     returns = {np.asarray(together[name][1].return_mean[:, 1:]).tobytes() for name in names}
     assert len(returns) == len(names)
+
+
+# Each of them in numbers alone, but in all numbers there are.
+IN_NUMBERS: list[dict[str, Any]] = [
+    {
+        "attack": f"IPM(epsilon={epsilon})",
+        "aggregator": f"Clipping(RFA(smoothing={smoothing}), threshold={threshold})",
+        "step_size": step_size,
+        "discount": discount,
+        "gate": gate,
+        "importance": f"ImportanceWeights(cap={cap}, floor={floor})",
+    }
+    for epsilon, smoothing, threshold, step_size, discount, gate, cap, floor in (
+        (0.5, 1e-6, 3.0, 0.1, 0.99, 1.0, 2.0, 1e-9),
+        (-2.0, 1e-2, 0.5, 0.3, 0.9, 0.3, 1.01, 1e-5),
+        (0.1, 1e-1, 9.0, 0.01, 0.5, 0.7, 5.0, 1e-2),
+    )
+]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_federations_that_differ_in_numbers_are_one_program(optimizer: str) -> None:
+    settings = [settings_of(num_agents=5, optimizer=optimizer, **options) for options in IN_NUMBERS]
+    joint = simulation_of(*settings)
+    before = simulator._run_block._cache_size()
+    states, metrics = joint.run(joint.start(), block(*BATCHES), 2)
+    assert simulator._run_block._cache_size() == before + 1
+    for each, state, found in zip(settings, states, metrics, strict=True):
+        alone = simulation_of(each)
+        (expected_state,), (expected,) = alone.run(alone.start(), block(*BATCHES), 2)
+        for name, values in vars(expected).items():
+            np.testing.assert_allclose(getattr(found, name), values, rtol=2e-3, atol=1e-3, err_msg=name)
+        for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-3)
+    assert simulator._run_block._cache_size() == before + 2  # the same for each of them alone
+    # Every number counts: one of them changed is another run.
+    for option, value in IN_NUMBERS[1].items():
+        changed = simulation_of(settings_of(num_agents=5, optimizer=optimizer, **IN_NUMBERS[0] | {option: value}))
+        (state,), _ = changed.run(changed.start(), block(*BATCHES), 2)
+        assert np.abs(np.asarray(state.agents.parameters - states[0].agents.parameters)).max() > 1e-5, option
+    assert simulator._run_block._cache_size() == before + 2
 
 
 OTHER_PLAY: list[dict[str, Any]] = [
