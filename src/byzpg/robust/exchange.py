@@ -312,7 +312,7 @@ def _exchange(round_: Round, diagnose: bool, shards: Shards) -> tuple[Array, Dia
 def _receive(
     round_: Round, false_rows: Array | None, diagnose: bool, shards: Shards
 ) -> tuple[Array, Diagnostics | None]:
-    """Apply the rule of one run at every receiver. `false_rows` [b, d] go to all of them; None if attackers equivocate."""
+    """Apply the rule of one run at its receivers. All of them get `false_rows` [b, d]; None if attackers equivocate."""
     setting, knowledge = round_.setting, round_.knowledge
     messages = _Messages.sent(setting, knowledge, false_rows)
     receivers, stands_for = _receivers(setting, messages)
