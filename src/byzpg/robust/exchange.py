@@ -8,7 +8,7 @@ an honest state.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from byzpg.robust.attacks import Attack, Knowledge
 from byzpg.robust.components import Vectors, check_num_byzantine, check_vectors
-from byzpg.robust.geometry import Cloud, SharedRows, dot, is_sound, squared_distances
+from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, squared_distances
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors
 
 # Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
@@ -251,8 +251,15 @@ class _Messages:
             shared_usable = jnp.append(shared_usable, is_sound(false_rows))
         majority = num_agents - setting.num_byzantine
         shared = SharedRows.around(shared_rows, shared_usable, first=first, majority=majority, candidates=num_agents)
+        always = knowledge.is_honest & shared_usable[:num_agents]
+        shared = replace(shared, differing=byzantine, ascending=ascending_rows(vectors, always))
         false_row = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(num_attackers))
         return cls(knowledge, shared, false_row, equivocal)
+
+    @property
+    def sender(self) -> Array:
+        """The agents that may have sent the stored rows: true vectors, then false ones."""
+        return jnp.append(jnp.arange(self.knowledge.num_agents), self.knowledge.byzantine)
 
     def to_each(self, setting: _Setting, receivers: Array) -> Array:
         """Return the messages that only one receiver holds [receiver, Byzantine sender, d]."""
@@ -266,7 +273,7 @@ class _Messages:
         agents = jnp.arange(self.knowledge.num_agents)
         truthful = self.knowledge.is_honest | (agents == receiver)
         place = jnp.where(truthful, agents, self.false_row)
-        return Cloud.of(self.shared, private, is_sound(private), place=place, own=own)
+        return Cloud.of(self.shared, private, is_sound(private), place=place, sender=self.sender, own=own)
 
     def bytes_per_receiver(self, rule: Rule) -> int:
         """Estimate the memory that applying the rule at one receiver takes."""
