@@ -448,6 +448,7 @@ class MDA(WeightedAggregator):
         [2. 2.]
     """
 
+    ignores_far_rows: ClassVar[bool] = True
     node_limit: int = 1_000_000
 
     def __post_init__(self) -> None:
