@@ -12,6 +12,7 @@ rows: four honest ones around (2, 2), and one from an attacker.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -22,7 +23,14 @@ from jax import Array, lax
 from byzpg.robust.components import Vectors, check_choice, check_count, check_positive
 from byzpg.robust.geometry import Cloud, dot
 from byzpg.robust.least_diameter import least_diameter_subset
-from byzpg.robust.order_statistics import ascending, kth_smallest, smallest, sum_of_smallest
+from byzpg.robust.order_statistics import (
+    NETWORK_LIMIT,
+    ascending,
+    kth_smallest,
+    smallest,
+    sum_of_ranks,
+    sum_of_smallest,
+)
 from byzpg.robust.rules import Rule, WeightedRule, apply_rule
 
 __all__ = [
@@ -150,15 +158,26 @@ def _sum_between(values: list[Array], first: Array, stop: Array) -> Array:
     )
 
 
-def _middle(values: list[Array], num_usable: Array) -> Array:
-    """The median of the first `num_usable` of ascending values."""
-    low, high = (num_usable - 1) // 2, num_usable // 2
-    return _sum_between(values, low, high + 1) / (high - low + 1)
+def _mean_of_ranks(cloud: Cloud, ranks: Callable[[Array], tuple[Array, Array]]) -> Array:
+    """In each coordinate, average the values of 0-based ranks first, …, stop − 1, for (first, stop) = ranks(n)."""
+    if cloud.mixing is None and cloud.num_stored <= NETWORK_LIMIT:
+        values, num_usable = _sorted(*cloud.rows())
+        first, stop = ranks(num_usable)
+        return _sum_between(values, first, stop) / (stop - first)
+    first, stop = ranks(jnp.sum(cloud.usable))
+    return sum_of_ranks(*cloud.ascending(), first, stop) / (stop - first)
+
+
+def _middle(num_usable: Array) -> tuple[Array, Array]:
+    """The ranks [first, stop) whose mean is the median."""
+    return (num_usable - 1) // 2, num_usable // 2 + 1
 
 
 def _mean_around_median(rows: list[Array], usable: list[Array], count: Array | int) -> Array:
     """In each coordinate, average the `count` usable values nearest to their median; ties go to the smaller value."""
-    median = _middle(*_sorted(rows, usable))
+    values, num_usable = _sorted(rows, usable)
+    first, stop = _middle(num_usable)
+    median = _sum_between(values, first, stop) / (stop - first)
     gaps = [jnp.where(here, jnp.abs(row - median), jnp.inf) for row, here in zip(rows, usable, strict=True)]
     limit = _sum_between(ascending(gaps), jnp.asarray(count) - 1, jnp.asarray(count))
     zero = jnp.zeros_like(median)
@@ -186,7 +205,7 @@ class Median(Aggregator):
     """
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        return _middle(*_sorted(*cloud.rows()))
+        return _mean_of_ranks(cloud, _middle)
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         return 4 * (1 + num_byzantine / (num_agents - 2 * num_byzantine)) ** 2
@@ -205,9 +224,11 @@ class TrimmedMean(Aggregator):
     """
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        values, num_usable = _sorted(*cloud.rows())
-        trim = _faults_left(cloud.num_points, num_usable, num_byzantine)
-        return _sum_between(values, trim, num_usable - trim) / (num_usable - 2 * trim)
+        def inner(num_usable: Array) -> tuple[Array, Array]:
+            trim = _faults_left(cloud.num_points, num_usable, num_byzantine)
+            return trim, num_usable - trim
+
+        return _mean_of_ranks(cloud, inner)
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         ratio = num_byzantine / (num_agents - 2 * num_byzantine)
@@ -407,7 +428,7 @@ def nearest_to(cloud: Cloud, pivot: Array, count: int) -> Array:
 
     They are NaN if the pivot is not usable.
     """
-    mean = cloud.mean_of(smallest(cloud.distances()[pivot], count))
+    mean = cloud.mean_of(smallest(cloud.distances_from(pivot), count))
     return jnp.where(cloud.usable[pivot], mean, jnp.nan)
 
 
@@ -428,6 +449,7 @@ class MDA(WeightedAggregator):
         [2. 2.]
     """
 
+    ignores_far_rows: ClassVar[bool] = True
     node_limit: int = 1_000_000
 
     def __post_init__(self) -> None:

@@ -105,6 +105,7 @@ class MDA(WeightedAgreement):
     """
 
     bound: ClassVar[str] = "f < K/4"
+    ignores_far_rows: ClassVar[bool] = True
     node_limit: int = 1_000_000
 
     def __post_init__(self) -> None:

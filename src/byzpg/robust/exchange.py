@@ -2,6 +2,7 @@
 
 Rows that all receivers hold are multiplied once. Messages that attackers sent to one receiver alone are multiplied for
 that receiver. This is done for a group of receivers at a time, so the K × b × d such messages never exist at once.
+Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows.
 
 A receiver's own row is always its true vector, at Byzantine agents too: they send false messages to others, but keep
 an honest state.
@@ -19,11 +20,19 @@ from jax.core import Tracer
 
 from byzpg.robust.attacks import Attack, Knowledge, NoAttack
 from byzpg.robust.components import Vectors, check_num_byzantine, check_vectors, with_numbers, without_numbers
-from byzpg.robust.geometry import Cloud, SharedRows, dot, is_sound, squared_distances
+from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, squared_distances
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors
 
-# Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
+# Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows. They
+# wait for each other. A GPU needs many of them to be busy; a CPU does not, and has a small cache.
 GROUP_BYTES = 2**30
+GROUP_BYTES_ON_CPU = 2**27
+
+# A row so many times further out than all honest ones has no influence on a rule that `ignores_far_rows`. Let R be the
+# largest distance of an honest row from the centre. Honest rows are at most 2R apart, so a row further out than 3R is
+# in no subset of least diameter. A row within 3R has all honest rows within 4R, and a row beyond 7R is further from it:
+# it is in no Krum score that counts. The rest is for rounding.
+FAR = 8.0
 
 Phase = Literal["gradients", "parameters"]
 
@@ -200,6 +209,8 @@ class _Setting:
     num_byzantine: int
     phase: Phase
     at_server: bool
+    diagnose: bool = True
+    shards: Shards = ONE_DEVICE
 
 
 @jax.tree_util.register_dataclass
@@ -313,15 +324,16 @@ def _receive(
     round_: Round, false_rows: Array | None, diagnose: bool, shards: Shards
 ) -> tuple[Array, Diagnostics | None]:
     """Apply the rule of one run at its receivers. All of them get `false_rows` [b, d]; None if attackers equivocate."""
-    setting, knowledge = round_.setting, round_.knowledge
+    setting, knowledge = replace(round_.setting, diagnose=diagnose, shards=shards), round_.knowledge
     messages = _Messages.sent(setting, knowledge, false_rows)
     receivers, stands_for = _receivers(setting, messages)
-    at_group = partial(_at_group, setting, messages, round_.keys, diagnose)
-    here = _in_groups(at_group, shards.part(receivers), messages.bytes_per_receiver(setting.rule))
+    here = _at_receivers(setting, messages, round_.keys, shards.part(receivers))
     results, weights = shards.whole(here, len(receivers))
     if stands_for is not None:
-        results = results[stands_for]
-        weights = None if weights is None else weights[stands_for]
+        results, weights = jax.tree.map(lambda leaf: leaf[stands_for], (results, weights))
+        if setting.rule.needs_own:
+            has_own = messages.shared.usable[: knowledge.num_agents, None]
+            results, weights = jax.tree.map(lambda leaf: jnp.where(has_own, leaf, jnp.nan), (results, weights))
     return results, _diagnostics(setting, knowledge, results, weights) if diagnose else None
 
 
@@ -332,6 +344,7 @@ class _Messages:
     knowledge: Knowledge
     shared: SharedRows
     false_row: Array  # [K], the index of the row that a Byzantine agent sends instead of its vector
+    witness: Array  # an honest agent, whose own vector is usable if that of any honest agent is
     equivocal: bool  # attackers send different messages to different receivers
 
     @classmethod
@@ -346,8 +359,15 @@ class _Messages:
             shared_usable = jnp.append(shared_usable, is_sound(false_rows))
         majority = num_agents - setting.num_byzantine
         shared = SharedRows.around(shared_rows, shared_usable, first=first, majority=majority, candidates=num_agents)
+        always = knowledge.is_honest & shared_usable[:num_agents]
+        shared = replace(shared, differing=byzantine, ascending=ascending_rows(vectors, always))
         false_row = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(len(byzantine)))
-        return cls(knowledge, shared, false_row, equivocal=false_rows is None)
+        return cls(knowledge, shared, false_row, first, equivocal=false_rows is None)
+
+    @property
+    def sender(self) -> Array:
+        """The agents that may have sent the stored rows: true vectors, then false ones."""
+        return jnp.append(jnp.arange(self.knowledge.num_agents), self.knowledge.byzantine)
 
     def to_each(self, setting: _Setting, receivers: Array) -> Array:
         """Return the messages that only one receiver holds [receiver, Byzantine sender, d]."""
@@ -356,12 +376,30 @@ class _Messages:
         vectors = self.knowledge.vectors
         return jnp.zeros((len(receivers), 0, vectors.shape[1]), vectors.dtype)
 
+    def different(self, setting: _Setting, receivers: Array) -> Array:
+        """Return the rows that not all receivers hold [receiver, b, d], as bits; NaN where a row has no influence."""
+        knowledge, shared = self.knowledge, self.shared
+        byzantine, num_agents = knowledge.byzantine, knowledge.num_agents
+        sent = self.to_each(setting, receivers) if self.equivocal else shared.raw[None, num_agents:]
+        rows = jnp.where((receivers[:, None] == byzantine)[:, :, None], knowledge.truth(), sent)
+        counts = is_sound(rows)
+        if setting.rule.ignores_far_rows:
+            honest = knowledge.is_honest & shared.usable[:num_agents]
+            from_centre = jnp.diagonal(shared.gram)[:num_agents]
+            reach = jnp.max(jnp.where(honest, from_centre, 0))
+            own = jnp.where(receivers < num_agents, from_centre.at[receivers].get(mode="clip"), 0)
+            reach = jnp.maximum(reach, own)[:, None]
+            far = jnp.sum(jnp.square(rows - shared.centre), axis=2) > FAR**2 * reach
+            counts &= ~(far & (jnp.sum(honest) >= num_agents - setting.num_byzantine))
+        integer = jnp.int32 if rows.dtype.itemsize == 4 else jnp.int64
+        return lax.bitcast_convert_type(jnp.where(counts[:, :, None], rows, jnp.nan), integer)
+
     def held_by(self, receiver: Array, private: Array, own: Array | None) -> Cloud:
         """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers."""
         agents = jnp.arange(self.knowledge.num_agents)
         truthful = self.knowledge.is_honest | (agents == receiver)
         place = jnp.where(truthful, agents, self.false_row)
-        return Cloud.of(self.shared, private, is_sound(private), place=place, own=own)
+        return Cloud.of(self.shared, private, is_sound(private), place=place, sender=self.sender, own=own)
 
     def bytes_per_receiver(self, rule: Rule) -> int:
         """Estimate the memory that applying the rule at one receiver takes."""
@@ -383,16 +421,77 @@ def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | N
     num_agents, num_attackers = knowledge.num_agents, len(knowledge.byzantine)
     if setting.at_server:
         return jnp.asarray([num_agents]), None
-    if messages.equivocal or setting.rule.differs_by_receiver:
+    if setting.rule.differs_by_receiver:
         return jnp.arange(num_agents), None
+    if messages.equivocal:
+        # Honest ones first, because attackers also hold their true vectors. Every device gets a share of both.
+        order = jnp.append(knowledge.honest, knowledge.byzantine)
+        num_devices = setting.shards.num_devices
+        order = jnp.concatenate([order[device::num_devices] for device in range(num_devices)])
+        return order, jnp.zeros(num_agents, int).at[order].set(jnp.arange(num_agents))
     # All honest receivers hold the same rows, so one of them stands for all. Each attacker also has its true vector.
     stands_for = jnp.zeros(num_agents, int).at[knowledge.byzantine].set(1 + jnp.arange(num_attackers))
-    return jnp.append(knowledge.honest[:1], knowledge.byzantine), stands_for
+    return jnp.append(messages.witness, knowledge.byzantine), stands_for
 
 
-def _at_group(
-    setting: _Setting, messages: _Messages, key: Array, diagnose: bool, receivers: Array
-) -> tuple[Array, Array | None]:
+def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
+    """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K].
+
+    The rule is applied to one group of receivers after the other: groups of equal size, as few as memory allows.
+    """
+    num_receivers = len(receivers)
+    at_group = partial(_at_group, setting, messages, key)
+    limit = min(GROUP_BYTES, GROUP_BYTES_ON_CPU) if jax.default_backend() == "cpu" else GROUP_BYTES
+    num_groups = -(-num_receivers * messages.bytes_per_receiver(setting.rule) // limit)
+    group = -(-num_receivers // max(1, min(num_groups, num_receivers)))
+    num_groups = -(-num_receivers // group)
+    if num_groups == 1:
+        return at_group(receivers)
+
+    def padded(each: Array) -> Array:
+        return jnp.pad(each, (0, num_groups * group - num_receivers), mode="edge").reshape(num_groups, group)
+
+    if setting.rule.differs_by_receiver:
+        outputs = lax.map(at_group, padded(receivers))
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:num_receivers], outputs)
+
+    is_new = ~_same_as_before(setting, messages, padded(receivers)).ravel()[:num_receivers]
+    firsts = padded(receivers[jnp.nonzero(is_new, size=num_receivers, fill_value=0)[0]])
+    num_new = jnp.sum(is_new)
+    shapes = jax.eval_shape(at_group, firsts[0])
+
+    def fill(state: tuple[Array, Any]) -> tuple[Array, Any]:
+        number, outputs = state
+        found = at_group(firsts[number])
+        return number + 1, jax.tree.map(lambda whole, part: whole.at[number].set(part), outputs, found)
+
+    _, outputs = lax.while_loop(
+        lambda state: state[0] * group < num_new,
+        fill,
+        (jnp.int32(0), jax.tree.map(lambda leaf: jnp.zeros((num_groups, *leaf.shape), leaf.dtype), shapes)),
+    )
+    stands_for = jnp.cumsum(is_new) - 1
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[stands_for], outputs)
+
+
+def _same_as_before(setting: _Setting, messages: _Messages, groups: Array) -> Array:
+    """Return which receivers [group, receiver] certainly get the result of the receiver before them."""
+    knowledge = messages.knowledge
+
+    def compare(last: tuple[Array, Array], receivers: Array) -> tuple[tuple[Array, Array], Array]:
+        rows = messages.different(setting, receivers)
+        has_own = messages.shared.usable.at[receivers].get(mode="fill", fill_value=True)
+        before = jax.tree.map(lambda one, all_: jnp.concatenate([one[None], all_[:-1]]), last, (rows, has_own))
+        same = jnp.all(rows == before[0], axis=(1, 2)) & (has_own == before[1])
+        return (rows[-1], has_own[-1]), same
+
+    integer = jnp.int32 if knowledge.vectors.dtype.itemsize == 4 else jnp.int64
+    nothing = jnp.zeros((len(knowledge.byzantine), knowledge.vectors.shape[1]), integer)
+    _, same = lax.scan(compare, (nothing, jnp.asarray(False)), groups)
+    return same.at[0, 0].set(False)
+
+
+def _at_group(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
     """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K] at a group of receivers."""
     rule = setting.rule
 
@@ -402,7 +501,7 @@ def _at_group(
             messages.held_by(receiver, private, own=None if setting.at_server else receiver),
             num_byzantine=setting.num_byzantine,
             key=rule_key(key, receiver),
-            with_weights=diagnose and rule.has_weights,
+            with_weights=setting.diagnose and rule.has_weights,
         )
         return applied.result, applied.weights
 
@@ -424,16 +523,3 @@ def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weight
 
 def _diameter(rows: Array) -> Array:
     return jnp.sqrt(jnp.max(squared_distances(dot(rows, rows.T))))
-
-
-def _in_groups(function, receivers: Array, bytes_per_receiver: int):
-    """Return function(receivers), computed for one group at a time: groups of equal size, as few as memory allows."""
-    num_receivers = len(receivers)
-    num_groups = -(-num_receivers * bytes_per_receiver // GROUP_BYTES)
-    group = -(-num_receivers // max(1, min(num_groups, num_receivers)))
-    num_groups = -(-num_receivers // group)
-    if num_groups == 1:
-        return function(receivers)
-    padded = jnp.pad(receivers, (0, num_groups * group - num_receivers), mode="edge")
-    outputs = lax.map(function, padded.reshape(num_groups, group))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:num_receivers], outputs)

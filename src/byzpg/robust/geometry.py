@@ -7,7 +7,7 @@ The Gram matrix is centred on a row inside the majority. Parameters may differ b
 float32 Gram matrix would lose that difference to cancellation. The origin is one more point, for rules that clip norms.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from byzpg.robust.components import Vectors
+from byzpg.robust.order_statistics import sort
 
 # A longer row cannot be squared and summed safely in float32, so it is treated like one that is not finite.
 NORM_LIMIT = 1e18
@@ -80,6 +81,11 @@ def _gram(left: Array, right: Array, left_usable: Array, right_usable: Array) ->
     return jnp.where(left_usable[:, None] & right_usable[None, :], dot(left, right.T), 0)
 
 
+def ascending_rows(rows: Array, usable: Array) -> Array:
+    """Return the values of the usable rows, ascending in each column and followed by +∞."""
+    return sort(jnp.where(usable[:, None], rows, jnp.inf), axis=0)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _CentreSearch:
@@ -104,6 +110,8 @@ class SharedRows:
         centred: [c + 1, d], the rows and the origin minus the centre.
         usable: [c + 1], bool; the origin always is.
         gram: [c + 1, c + 1], the Gram matrix of `centred`.
+        differing: [b], the points at which receivers hold different rows, where there are several receivers.
+        ascending: [·, d], the values of all other usable points, ascending in each column and followed by +∞.
     """
 
     raw: Array
@@ -111,6 +119,8 @@ class SharedRows:
     centred: Array
     usable: Array
     gram: Array
+    differing: Array | None = None
+    ascending: Array | None = None
 
     @staticmethod
     def around(raw: Array, usable: Array, *, first: Array, majority: int, candidates: int) -> "SharedRows":
@@ -161,7 +171,7 @@ class SharedRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cloud:
-    """The n points that one receiver holds. Points are affine combinations (`mixing`) of stored rows.
+    """The n points that one receiver holds: stored rows, or affine combinations (`mixing`) of them.
 
     Stored rows are, in this order: the shared rows, the origin, the private rows. Point n is always the origin.
 
@@ -169,11 +179,13 @@ class Cloud:
         shared: The rows that all receivers hold.
         private: [p, d], the rows that this receiver alone holds, as received.
         private_centred: [p, d], the same minus the centre.
-        mixing: [n + 1, c + 1 + p], the points as combinations of stored rows; its rows sum to one.
+        place: [n + 1], the stored row that each point is, unless points are mixed.
+        sender: [c + 1 + p], the point that each stored row is, where the receiver holds that row.
+        mixing: [n + 1, c + 1 + p], the points as combinations of stored rows, whose rows sum to one; None for points
+            that are stored rows.
         usable: [n], which points the rules may use.
         gram: [n + 1, n + 1], the Gram matrix of the points and the origin.
         own: The index of the receiver's own point, where that is known.
-        plain: Whether the points are stored rows, unmixed.
 
     Examples:
         >>> cloud = Cloud.received(jnp.array([[1.0, 1], [1, 3], [2, 2]]), None, 2, None)
@@ -188,29 +200,42 @@ class Cloud:
     shared: SharedRows
     private: Array
     private_centred: Array
-    mixing: Array
+    place: Array
+    sender: Array
     usable: Array
     gram: Array
     own: Array | None = None
-    plain: bool = field(default=True, metadata={"static": True})
+    mixing: Array | None = None
 
     @staticmethod
-    def of(shared: SharedRows, private: Array, private_usable: Array, *, place: Array, own: Array | None) -> "Cloud":
-        """Return the cloud whose point j is row place[j]: shared rows are counted first, then private ones."""
+    def of(
+        shared: SharedRows,
+        private: Array,
+        private_usable: Array,
+        *,
+        place: Array,
+        sender: Array,
+        own: Array | None,
+    ) -> "Cloud":
+        """Return the cloud whose point j is row place[j], and whose row i can only be point sender[i].
+
+        Shared rows are counted first, then private ones.
+        """
         num_shared = len(shared.raw)
         place = jnp.where(place < num_shared, place, place + 1)  # step over the origin's slot
         place = jnp.append(place, num_shared)
+        sender = jnp.insert(sender, num_shared, len(place) - 1)
         centred = _centred(private, shared.centre)
         usable = jnp.concatenate([shared.usable, private_usable])
         cross = _gram(centred, shared.centred, private_usable, shared.usable)
         inner = _gram(centred, centred, private_usable, private_usable)
         stored_gram = jnp.block([[shared.gram, cross.T], [cross, inner]])
-        mixing = (place[:, None] == jnp.arange(len(usable))).astype(shared.raw.dtype)
         return Cloud(
             shared=shared,
             private=private,
             private_centred=centred,
-            mixing=mixing,
+            place=place,
+            sender=sender,
             usable=usable[place[:-1]],
             gram=stored_gram[place][:, place],
             own=own,
@@ -235,7 +260,8 @@ class Cloud:
             shared=shared,
             private=no_rows,
             private_centred=no_rows,
-            mixing=jnp.eye(num_rows + 1, dtype=rows.dtype),
+            place=jnp.arange(num_rows + 1),
+            sender=jnp.arange(num_rows + 1),
             usable=usable,
             gram=shared.gram,
             own=own,
@@ -246,11 +272,37 @@ class Cloud:
         """n, the number of points without the origin."""
         return len(self.usable)
 
+    @property
+    def _held(self) -> Array:
+        """Which stored rows [c + 1 + p] are points."""
+        return self.place[self.sender] == jnp.arange(len(self.sender))
+
     def distances(self) -> Array:
         """Return the squared distances [n, n] between points, infinite to and from points that are not usable."""
         usable = self.usable
         distances = squared_distances(self.gram[:-1, :-1])
         return jnp.where(usable[:, None] & usable[None, :], distances, jnp.inf)
+
+    def distances_from(self, point: Array) -> Array:
+        """Return one row [n] of `distances`, without the Gram matrix of all points where points are stored rows."""
+        if self.mixing is None:
+            row = self.place[point]
+            num_shared = len(self.shared.raw)
+            vector = self.shared.centred[jnp.minimum(row, num_shared)]
+            if len(self.private):
+                private = self.private_centred[jnp.maximum(row - num_shared - 1, 0)]
+                vector = jnp.where(row > num_shared, private, vector)
+            square = jnp.diagonal(self.shared.gram)
+            product = dot(self.shared.centred, vector)
+            if len(self.private):
+                square = jnp.append(square, jnp.sum(jnp.square(self.private_centred), axis=1))
+                product = jnp.append(product, dot(self.private_centred, vector))
+            distances = jnp.maximum(square + jnp.sum(jnp.square(vector)) - 2 * product, 0)[self.place[:-1]]
+        else:
+            square = jnp.diagonal(self.gram)[:-1]
+            distances = jnp.maximum(square + square[point] - 2 * self.gram[point, :-1], 0)
+        distances = jnp.where(jnp.arange(self.num_points) == point, 0, distances)
+        return jnp.where(self.usable & self.usable[point], distances, jnp.inf)
 
     def distances_to(self, coefficients: Array) -> Array:
         """Return ‖x_i − Σ_j u_j x_j‖ [n + 1] for affine coefficients u [n + 1]; 0 for points that are not usable."""
@@ -269,7 +321,13 @@ class Cloud:
 
     def combine(self, coefficients: Array) -> Array:
         """Return Σ_j u_j x_j [d] for affine coefficients u [n + 1]."""
-        return self._stored_sum(dot(coefficients, self.mixing)[None])[0]
+        return self._stored_sum(self._of_stored(coefficients[None]))[0]
+
+    def _of_stored(self, coefficients: Array) -> Array:
+        """Return coefficients [m, n + 1] of points as coefficients [m, c + 1 + p] of stored rows."""
+        if self.mixing is None:
+            return jnp.where(self._held, coefficients[:, self.sender], 0)
+        return dot(coefficients, self.mixing)
 
     def _stored_sum(self, stored: Array) -> Array:
         """Return affine combinations [m, c + 1 + p] of the stored rows.
@@ -295,20 +353,42 @@ class Cloud:
         around = jnp.where(pulled, around, matrix)
         return replace(
             self,
-            mixing=dot(matrix, self.mixing),
+            mixing=self._of_stored(matrix),
             usable=usable,
             gram=dot(dot(around, self.gram), around.T),
             own=own,
-            plain=False,
         )
 
     def rows(self, members: Array | None = None) -> tuple[list[Array], list[Array]]:
         """Return the points as a list, in any order, and which of them are `members` [n] (default: the usable ones)."""
         if members is None:
             members = self.usable
+        if self.mixing is not None:
+            return list(self._stored_sum(self.mixing[:-1])), list(members)
+        # The rows as received, without rounding from centring, and without a copy.
         num_shared = len(self.shared.raw)
-        if self.plain:  # the rows as received, without rounding from centring, and without a copy
-            stored = jnp.any((self.mixing[:-1] > 0) & members[:, None], axis=0)
-            stored = lax.optimization_barrier(stored)
-            return [*self.shared.raw, *self.private], [*stored[:num_shared], *stored[num_shared + 1 :]]
-        return list(self._stored_sum(self.mixing[:-1])), list(members)
+        stored = lax.optimization_barrier(self._held & jnp.append(members, False)[self.sender])
+        return [*self.shared.raw, *self.private], [*stored[:num_shared], *stored[num_shared + 1 :]]
+
+    def ascending(self) -> tuple[Array, Array]:
+        """Return the usable points in two parts [·, d], each ascending in each column and followed by +∞.
+
+        The first part is the same for all receivers, and is sorted once for all of them.
+        """
+        if self.mixing is not None:
+            points = self._stored_sum(self.mixing[:-1])
+            return ascending_rows(points, self.usable), points[:0]
+        points, differing = self.shared.raw, self.shared.differing
+        if differing is None or self.shared.ascending is None:
+            return ascending_rows(points, self.usable), points[:0]
+        row, num_shared = self.place[differing], len(points)
+        differing_points = points[jnp.minimum(row, num_shared - 1)]
+        if len(self.private):
+            private = self.private[jnp.maximum(row - num_shared - 1, 0)]
+            differing_points = jnp.where((row > num_shared)[:, None], private, differing_points)
+        return self.shared.ascending, ascending_rows(differing_points, self.usable[differing])
+
+    @property
+    def num_stored(self) -> int:
+        """The number of rows, shared and private, that `rows` returns for points that are not mixed."""
+        return len(self.shared.raw) + len(self.private)

@@ -1,9 +1,10 @@
 """The subset of m rows with the least diameter: exact, at any number of rows, inside jit.
 
 Consider the graph whose edges are the pairs of rows further apart than δ. There is a subset of m rows with diameter ≤ δ
-if and only if this graph has a vertex cover of at most n − m rows: the rows to drop. The search bisects δ over the
-distances that occur. It answers each question by branch and bound on bit sets (a row of the graph is K/32 words). Three
-reductions do nearly all of the work:
+if and only if this graph has a vertex cover of at most n − m rows: the rows to drop. The search lowers δ from the
+diameter of a ball of m rows. It asks by turns whether any subset is better at all, and whether one is much better. It
+answers each question by branch and bound on bit sets (a row of the graph is K/32 words). Three reductions do nearly
+all of the work:
 
 - a row with more far partners than rows may still be dropped must be dropped itself;
 - a row with one far partner may be kept, and the partner dropped;
@@ -13,7 +14,8 @@ Only a row with three or more far partners makes the search branch: drop it, or 
 
 Several subsets may share the least diameter. The result is the first of them in lexicographic order, with the rows
 ordered by their Krum scores (the sum of the m smallest squared distances of a row; equal scores by index). So it does
-not depend on how the subset was found nor, except for equal scores, on how the rows are numbered.
+not depend on how the subset was found nor, except for equal scores, on how the rows are numbered. Most rows are in all
+of these subsets or in none. Scores cost more than all else, and are computed only for the others.
 """
 
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ import numpy as np
 from jax import Array, lax
 
 from byzpg.robust.order_statistics import kth_smallest, smallest, sum_of_smallest
+
+# How many rows are tried as the centre of the first ball, and how many are scored at a time.
+ROWS_AT_ONCE = 32
 
 # If all subsets together have at most this many pairs, listing them is faster than searching.
 TABLE_LIMIT = 2**15
@@ -60,14 +65,9 @@ def least_diameter_subset(distances: Array, usable: Array, size: int, node_limit
         >>> print(least_diameter_subset(distances, jnp.ones(4, bool), size=3, node_limit=1000))
         [ True  True  True False]
     """
-    scores = jnp.where(usable, sum_of_smallest(distances, size), jnp.inf)
-    order = jnp.argsort(scores, stable=True)
-    distances, usable = distances[order][:, order], usable[order]
     if comb(len(usable), size) * comb(size, 2) <= TABLE_LIMIT:
-        members = _by_listing(distances, size)
-    else:
-        members = _by_search(distances, usable, size, node_limit)
-    return jnp.zeros_like(usable).at[order].set(members)
+        return _by_listing(distances, usable, size)
+    return _by_search(distances, usable, size, node_limit)
 
 
 @lru_cache
@@ -80,25 +80,28 @@ def _subset_table(num_rows: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     return members, subsets[:, first] * num_rows + subsets[:, second]
 
 
-def _by_listing(distances: Array, size: int) -> Array:
+def _by_listing(distances: Array, usable: Array, size: int) -> Array:
+    scores = jnp.where(usable, sum_of_smallest(distances, size), jnp.inf)
+    order = jnp.argsort(scores, stable=True)
     members, pairs = _subset_table(len(distances), size)
-    diameters = jnp.max(distances.ravel()[pairs], axis=1, initial=0)
-    return jnp.asarray(members)[jnp.argmin(diameters)]
+    diameters = jnp.max(distances[order][:, order].ravel()[pairs], axis=1, initial=0)
+    return jnp.zeros_like(usable).at[order].set(jnp.asarray(members)[jnp.argmin(diameters)])
 
 
-# Bit sets: a set of rows is [K / 32] words of 32 bits.
+# Bit sets: a set of rows is [K / 32] words of 32 bits. Row i is bit i // words of word i % words: so neighbouring rows
+# are in neighbouring words, and sets are packed by vector instructions.
 
 
 def _pack(mask: Array) -> Array:
     width = mask.shape[-1]
     words = -(-width // 32)
     mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, 32 * words - width)])
-    bits = mask.reshape(*mask.shape[:-1], words, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
-    return jnp.sum(bits, axis=-1, dtype=jnp.uint32)
+    bits = mask.reshape(*mask.shape[:-1], 32, words).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)[:, None]
+    return jnp.sum(bits, axis=-2, dtype=jnp.uint32)
 
 
 def _unpack(words: Array, width: int) -> Array:
-    bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = (words[..., None, :] >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :width].astype(bool)
 
 
@@ -197,14 +200,22 @@ def _cover(
     return lax.while_loop(lambda node: node.status == RUNNING, step, start)
 
 
-class _Bisection(NamedTuple):
+class _Descent(NamedTuple):
     """The search for the least diameter."""
 
     low: Array  # no subset has a smaller diameter
     high: Array  # the diameter of the subset that leaves out `dropped`
     dropped: Array
+    halve: Array  # bool: whether to try the middle of the interval next, or else anything below its upper end
     nodes: Array
     status: Array
+
+
+class _Scoring(NamedTuple):
+    """The Krum scores of rows, computed for a few at a time."""
+
+    scores: Array
+    unscored: Array
 
 
 class _Ordering(NamedTuple):
@@ -218,7 +229,7 @@ class _Ordering(NamedTuple):
 
 @dataclass(frozen=True)
 class _Problem:
-    """One search, for rows in the order of their Krum scores."""
+    """One search."""
 
     distances: Array
     usable: Array
@@ -250,60 +261,110 @@ class _Problem:
         inside = self.usable & ~_unpack(dropped, self.num_rows)
         return jnp.max(jnp.where(inside[:, None] & inside[None, :], self.distances, 0))
 
-    def least_diameter(self) -> _Bisection:
+    def ball(self) -> Array:
+        """Return a ball of `size` rows, the smallest around any of a few rows that are spread over the usable ones."""
+        usable_rows = jnp.nonzero(self.usable, size=self.num_rows)[0]
+        number = min(self.num_rows, ROWS_AT_ONCE)
+        centres = usable_rows[jnp.arange(number) * jnp.sum(self.usable) // number]
+        around = self.distances[centres]
+        return smallest(around[jnp.argmin(kth_smallest(around, self.size - 1))], self.size)
+
+    def least_diameter(self) -> _Descent:
         """Find the least diameter, and some subset that has it."""
         distances = self.distances
-        # A subset's diameter is at least the distance of each member to its m-th nearest row. The ball around the row
-        # for which that distance is least is the subset to start from.
-        radius = kth_smallest(distances, self.size - 1)
-        ball = smallest(distances[jnp.argmin(radius)], self.size)
-        outside = self.usable_set & ~_pack(ball)
+        nothing_kept = jnp.zeros_like(self.usable)
+        outside = self.usable_set & ~_pack(self.ball())
+        # Non-negative floats are ordered as their bits are, and halving bits ends; halving values might not.
+        integer = jnp.int32 if distances.dtype.itemsize == 4 else jnp.int64
 
-        def bisect(state: _Bisection) -> _Bisection:
-            # Halve the interval, then move both ends to distances that occur. Non-negative floats are ordered as their
-            # bits are, and halving bits ends; halving values might not.
-            integer = jnp.int32 if distances.dtype.itemsize == 4 else jnp.int64
-            bits = lax.bitcast_convert_type(jnp.stack([state.low, state.high]), integer)
-            middle = lax.bitcast_convert_type(bits[0] + (bits[1] - bits[0]) // 2, state.low.dtype)
-            node = self.cover(_pack(distances > middle), jnp.zeros_like(self.usable), state.nodes)
+        def ask(state: _Descent) -> _Descent:
+            low, high = lax.bitcast_convert_type(jnp.stack([state.low, state.high]), integer)
+            middle = low + (high - low) // 2
+            # The ball was at most twice as wide as the best one, had the best centre been among those tried.
+            guess = lax.bitcast_convert_type(state.high / 4, integer)
+            tried = jnp.where(state.halve, jnp.where(low == 0, guess, middle), high - 1)
+            limit = lax.bitcast_convert_type(tried, distances.dtype)
+            node = self.cover(_pack(distances > limit), nothing_kept, state.nodes)
             found = node.status == FOUND
-            above = jnp.min(jnp.where(distances > middle, distances, jnp.inf))
-            return _Bisection(
-                low=jnp.where(found, state.low, above),
+            return _Descent(
+                low=jnp.where(found, state.low, lax.bitcast_convert_type(tried + 1, distances.dtype)),
                 high=jnp.where(found, self.diameter_without(node.dropped), state.high),
                 dropped=jnp.where(found, node.dropped, state.dropped),
+                halve=~state.halve,
                 nodes=node.nodes,
                 status=node.status,
             )
 
         return lax.while_loop(
             lambda state: (state.low < state.high) & (state.status != OUT_OF_NODES),
-            bisect,
-            _Bisection(
-                low=jnp.min(radius),
+            ask,
+            _Descent(
+                low=jnp.zeros((), distances.dtype),
                 high=self.diameter_without(outside),
                 dropped=outside,
+                halve=jnp.asarray(False),
                 nodes=jnp.int32(0),
                 status=jnp.int32(RUNNING),
             ),
         )
 
-    def first_in_order(self, best: _Bisection) -> _Ordering:
-        """Find the first subset of least diameter: try to keep, in order, each row that the subset leaves out."""
+    def always_dropped(self, far: Array) -> Array:
+        """Return rows that every subset without far pairs leaves out: those with too many far partners, repeatedly."""
+
+        def more(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            dropped, _ = state
+            left = self.budget - _count(dropped)
+            still_open = _unpack(self.usable_set & ~dropped, self.num_rows)
+            forced = still_open & (_count(far & ~dropped) > left)
+            return dropped | _pack(forced), jnp.any(forced)
+
+        far = far & self.usable_set
+        nothing = jnp.zeros_like(self.usable_set)
+        return lax.while_loop(lambda state: state[1], more, (nothing, jnp.asarray(True)))[0]
+
+    def scores(self, doubtful: Array) -> Array:
+        """Return the Krum scores of the doubtful rows, and −1 for all others."""
+
+        def score(state: _Scoring) -> _Scoring:
+            number = min(self.num_rows, ROWS_AT_ONCE)
+            rows = jnp.nonzero(state.unscored, size=number, fill_value=self.num_rows)[0]
+            scores = sum_of_smallest(self.distances.at[rows].get(mode="fill", fill_value=0), self.size)
+            return _Scoring(
+                scores=state.scores.at[rows].set(scores, mode="drop"),
+                unscored=state.unscored.at[rows].set(False, mode="drop"),
+            )
+
+        start = _Scoring(jnp.full(self.num_rows, -1, self.distances.dtype), doubtful)
+        return lax.while_loop(lambda state: jnp.any(state.unscored), score, start).scores
+
+    def first_in_order(self, best: _Descent) -> Array:
+        """Find the first subset of least diameter, as a mask: try to keep, in order, each row that is left out."""
         usable, num_rows = self.usable, self.num_rows
         index = jnp.arange(num_rows)
         far = _pack(self.distances > best.high)
+        hopeless = self.always_dropped(far)
+        # Without the pairs that are exactly as far apart as the least diameter, which were too many, one row less need
+        # be dropped for each of them. If there is one such pair, then no row can be dropped without need, and a row
+        # that is far from no other is in all of the subsets.
+        touching = (self.distances == best.high) & usable[:, None] & usable[None, :]
+        tight = jnp.sum(touching) <= 2
+        open_rows = self.usable_set & ~hopeless
+        in_need = _count(far & open_rows) > 0
+        done = _count(hopeless) == self.budget
+        scores = self.scores(_unpack(open_rows, num_rows) & (in_need | ~tight) & ~done)
+        order = jnp.argsort(scores, stable=True)
+        rank = jnp.zeros_like(order).at[order].set(index)
 
         def doubtful(state: _Ordering) -> Array:
             """Rows that are left out without proof, and come before the subset is full."""
             dropped = _unpack(state.dropped, num_rows)
-            kept = usable & ~dropped
-            kept_before = jnp.cumsum(kept) - kept
+            kept = (usable & ~dropped)[order]
+            kept_before = (jnp.cumsum(kept) - kept)[rank]
             return dropped & ~_unpack(state.settled, num_rows) & (kept_before < self.size)
 
         def improve(state: _Ordering) -> _Ordering:
-            row = jnp.argmax(doubtful(state))
-            kept = (usable & ~_unpack(state.dropped, num_rows) & (index < row)) | (index == row)
+            row = jnp.argmin(jnp.where(doubtful(state), rank, num_rows))
+            kept = (usable & ~_unpack(state.dropped, num_rows) & (rank < rank[row])) | (index == row)
             node = self.cover(far, kept, state.nodes)
             found = node.status == FOUND
             return _Ordering(
@@ -313,20 +374,20 @@ class _Problem:
                 status=node.status,
             )
 
-        return lax.while_loop(
+        first = lax.while_loop(
             lambda state: jnp.any(doubtful(state)) & (state.status != OUT_OF_NODES),
             improve,
-            _Ordering(best.dropped, settled=jnp.zeros_like(self.usable_set), nodes=best.nodes, status=best.status),
+            _Ordering(best.dropped, settled=hopeless, nodes=best.nodes, status=best.status),
         )
+        members = (usable & ~_unpack(first.dropped, num_rows))[order]
+        members = (members & (jnp.cumsum(members) <= self.size))[rank]
+        return members & _proven(first.status != OUT_OF_NODES, self.node_limit)
 
 
 def _by_search(distances: Array, usable: Array, size: int, node_limit: int) -> Array:
     budget = jnp.sum(usable) - size
     problem = _Problem(distances, usable, size, node_limit, budget=budget, usable_set=_pack(usable))
-    first = problem.first_in_order(problem.least_diameter())
-    members = usable & ~_unpack(first.dropped, len(usable))
-    members &= jnp.cumsum(members) <= size
-    return members & _proven(first.status != OUT_OF_NODES, node_limit)
+    return problem.first_in_order(problem.least_diameter())
 
 
 def _proven(proven: Array, node_limit: int) -> Array:

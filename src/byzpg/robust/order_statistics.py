@@ -10,8 +10,8 @@ from functools import lru_cache
 import jax.numpy as jnp
 from jax import Array, lax
 
-# For more values than this, the unrolled network takes longer to compile than it saves, and jnp.sort is used. K × K
-# matrices are small, so for them the limit is lower, and top_k is used.
+# For more values than this, the unrolled network takes longer to compile than it saves, and `sort` is used. K × K
+# matrices are small, so for them the limit is lower.
 NETWORK_LIMIT = 128
 MATRIX_NETWORK_LIMIT = 32
 
@@ -36,7 +36,7 @@ def sorting_network(width: int) -> tuple[tuple[int, int], ...]:
 def ascending(values: list[Array]) -> list[Array]:
     """Return the same values, elementwise in ascending order. There must be no NaN among them."""
     if len(values) > NETWORK_LIMIT:
-        return list(jnp.sort(jnp.stack(values), axis=0))
+        return list(sort(jnp.stack(values), axis=0))
     values = list(values)
     for low, high in sorting_network(len(values)):
         values[low], values[high] = (
@@ -46,26 +46,81 @@ def ascending(values: list[Array]) -> list[Array]:
     return values
 
 
-def _smallest_first(values: Array, count: int) -> list[Array]:
-    """Return the `count` smallest values along the last axis, in ascending order."""
-    width = values.shape[-1]
-    if width > MATRIX_NETWORK_LIMIT:
-        return list(jnp.moveaxis(-lax.top_k(-values, count)[0], -1, 0))
-    return ascending([values[..., j] for j in range(width)])[:count]
+def sort(values: Array, axis: int) -> Array:
+    """Return the values in ascending order along an axis. There must be no NaN among them.
+
+    The bits of floats are sorted as integers. On a CPU this is five times faster than sorting floats, for which XLA's
+    comparison has to place NaNs too.
+    """
+    integer = jnp.int32 if values.dtype.itemsize == 4 else jnp.int64
+
+    def flip_negatives(bits: Array) -> Array:
+        """Between the bits of floats and integers in the same order; its own inverse."""
+        return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
+
+    keys = flip_negatives(lax.bitcast_convert_type(values, integer))
+    keys = lax.sort(keys, dimension=axis, is_stable=False)
+    return lax.bitcast_convert_type(flip_negatives(keys), values.dtype)
+
+
+def sum_of_ranks(common: Array, extra: Array, first: Array, stop: Array) -> Array:
+    """Return, in each column, the sum of the values of ranks first, …, stop − 1 among two lists together.
+
+    Where many receivers hold the same list with a few extra values each, only the extra values are sorted for each.
+
+    Args:
+        common: [c, d], ascending in each column.
+        extra: [p, d], ascending in each column.
+        first: The lowest 0-based rank.
+        stop: The rank after the highest; at most c + p.
+    """
+    total = jnp.zeros_like(common[0])
+    low, high = (_num_common(common, extra, rank) for rank in (first, stop))
+    for values, begin, end in ((common, low, high), (extra, first - low, stop - high)):
+        index = jnp.arange(len(values))[:, None]
+        total += jnp.sum(jnp.where((begin <= index) & (index < end), values, 0), axis=0)
+    return total
+
+
+def _num_common(common: Array, extra: Array, rank: Array) -> Array:
+    """Return how many [d] of the `rank` smallest values of two ascending lists are in `common`; extras win ties."""
+    num_common, num_extra, width = len(common), len(extra), common.shape[1]
+    if num_extra == 0:
+        return jnp.full(width, rank)
+
+    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = jnp.minimum((low + high) // 2, num_common - 1)
+        other = jnp.clip(rank - middle - 1, 0, num_extra - 1)
+        ours = jnp.take_along_axis(common, middle[None], axis=0)[0]
+        theirs = jnp.take_along_axis(extra, other[None], axis=0)[0]
+        enough = theirs <= ours
+        open_ = low < high
+        return jnp.where(open_ & ~enough, middle + 1, low), jnp.where(open_ & enough, middle, high)
+
+    low = jnp.full(width, jnp.maximum(rank - num_extra, 0))
+    high = jnp.full(width, jnp.minimum(rank, num_common))
+    return lax.fori_loop(0, min(num_common, num_extra).bit_length() + 1, halve, (low, high))[0]
 
 
 def kth_smallest(values: Array, rank: int) -> Array:
     """Return the value of 0-based `rank` along the last axis."""
-    return _smallest_first(values, rank + 1)[rank]
+    width = values.shape[-1]
+    if width > MATRIX_NETWORK_LIMIT:
+        return sort(values, axis=-1)[..., rank]
+    return ascending([values[..., j] for j in range(width)])[rank]
 
 
 def sum_of_smallest(values: Array, count: int | Array) -> Array:
     """Return the sum of the `count` smallest values along the last axis."""
-    zero = jnp.zeros_like(values[..., 0])
+    width = values.shape[-1]
+    if width > MATRIX_NETWORK_LIMIT:
+        return jnp.sum(jnp.where(jnp.arange(width) < count, sort(values, axis=-1), 0), axis=-1)
+    columns = ascending([values[..., j] for j in range(width)])
+    zero = jnp.zeros_like(columns[0])
     if isinstance(count, int):
-        return sum(_smallest_first(values, count), zero)
-    columns = _smallest_first(values, values.shape[-1])
-    return sum((jnp.where(j < count, column, 0) for j, column in enumerate(columns)), zero)
+        return sum(columns[:count], zero)
+    return sum((jnp.where(j < count, column, zero) for j, column in enumerate(columns)), zero)
 
 
 def smallest(values: Array, count: int) -> Array:

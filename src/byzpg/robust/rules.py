@@ -32,6 +32,8 @@ class Rule(Component, ABC):
     needs_key: ClassVar[bool] = False  # the rule is randomised
     needs_own: ClassVar[bool] = False  # the rule is defined only for a receiver that has a row of its own
     differs_by_receiver: ClassVar[bool] = False  # two receivers of the same rows may get different results
+    # A row that is far from K − f rows might as well be missing; `byzpg.robust.exchange.FAR` says how far.
+    ignores_far_rows: ClassVar[bool] = False
 
     def max_byzantine(self, num_agents: int) -> int:
         """Return the largest f that the rule tolerates among K = `num_agents` agents."""
