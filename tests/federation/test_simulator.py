@@ -351,9 +351,10 @@ IN_NUMBERS: list[dict[str, Any]] = [
 def test_federations_that_differ_in_numbers_are_one_program(optimizer: str) -> None:
     settings = [settings_of(num_agents=5, optimizer=optimizer, **options) for options in IN_NUMBERS]
     joint = simulation_of(*settings)
-    before = simulator._run_block._cache_size()
+    program: Any = simulator._run_block
+    before = program._cache_size()
     states, metrics = joint.run(joint.start(), block(*BATCHES), 2)
-    assert simulator._run_block._cache_size() == before + 1
+    assert program._cache_size() == before + 1
     for each, state, found in zip(settings, states, metrics, strict=True):
         alone = simulation_of(each)
         (expected_state,), (expected,) = alone.run(alone.start(), block(*BATCHES), 2)
@@ -361,13 +362,13 @@ def test_federations_that_differ_in_numbers_are_one_program(optimizer: str) -> N
             np.testing.assert_allclose(getattr(found, name), values, rtol=2e-3, atol=1e-3, err_msg=name)
         for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-3)
-    assert simulator._run_block._cache_size() == before + 2  # the same for each of them alone
+    assert program._cache_size() == before + 2  # the same for each of them alone
     # Every number counts: one of them changed is another run.
     for option, value in IN_NUMBERS[1].items():
         changed = simulation_of(settings_of(num_agents=5, optimizer=optimizer, **IN_NUMBERS[0] | {option: value}))
         (state,), _ = changed.run(changed.start(), block(*BATCHES), 2)
         assert np.abs(np.asarray(state.agents.parameters - states[0].agents.parameters)).max() > 1e-5, option
-    assert simulator._run_block._cache_size() == before + 2
+    assert program._cache_size() == before + 2
 
 
 OTHER_PLAY: list[dict[str, Any]] = [

@@ -123,7 +123,7 @@ class Simulation:
             run = _run_on_host if self.on_host else partial(_run_block, only_large=only_large)
             block = _Block(jnp.asarray(batches), jnp.asarray(output_iteration))
             codes, numbers = _separated_numbers(self.federations)
-            return jax.block_until_ready(run(states, keys, block, numbers, codes, self._mesh()))
+            return jax.block_until_ready(run(states, keys, block, jnp.asarray(numbers), codes, self._mesh()))
 
     @property
     def on_host(self) -> bool:

@@ -114,8 +114,8 @@ class ImportanceWeights(Component):
     numbers: ClassVar[tuple[str, ...]] = ("cap", "floor")
 
     mode: Literal["trajectory", "per-decision"] = "trajectory"
-    cap: Number | None = None
-    floor: Number = 0.0
+    cap: float | None = None
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice(self, "mode", self.mode, ("trajectory", "per-decision"))
