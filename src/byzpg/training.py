@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
 
@@ -181,8 +180,8 @@ def simulation_of(*settings: Settings) -> Simulation:
 
 def _restored(simulation: Simulation, checkpoints: Sequence[Checkpoint]) -> States:
     states = []
-    for start, checkpoint in zip(simulation.start(), checkpoints, strict=True):
-        leaves, structure = jax.tree.flatten(start)
+    for shapes, checkpoint in zip(simulation.shapes(), checkpoints, strict=True):
+        leaves, structure = jax.tree.flatten(shapes)
         columns = {name: (len(simulation.seeds), checkpoint.iteration) for name in METRICS}
         fits = [(leaf.shape, leaf.dtype) for leaf in leaves] == [(leaf.shape, leaf.dtype) for leaf in checkpoint.state]
         if not fits or columns != {name: values.shape for name, values in checkpoint.metrics.items()}:
@@ -190,8 +189,8 @@ def _restored(simulation: Simulation, checkpoints: Sequence[Checkpoint]) -> Stat
                 "the checkpoint does not fit this version of byzpg: its arrays have other names or shapes. "
                 "Continue with the version that provenance.json names, or train again in another directory."
             )
-        states.append(jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in checkpoint.state]))
-    return simulation.placed(tuple(states))
+        states.append(jax.tree.unflatten(structure, checkpoint.state))
+    return tuple(states)
 
 
 @dataclass(frozen=True)
@@ -254,12 +253,13 @@ class _Program:
             raise ValueError(f"{settings.env} is a host task, which one process plays: leave out coordinator.")
         self.plan = settings.schedule().plan(self.simulation.initial_parameters())
         self.done = pending[0].begin
-        self.states = self.simulation.start()
         self.blocks: list[list[dict[str, np.ndarray]]] = [[] for _ in pending]  # metrics of each run, block by block
         checkpoints = [each.checkpoint for each in pending if each.checkpoint is not None]
         if checkpoints:
-            self.states = _restored(self.simulation, checkpoints)
+            self.states = self.simulation.placed(_restored(self.simulation, checkpoints))
             self.blocks = [[checkpoint.metrics] for checkpoint in checkpoints]
+        else:
+            self.states = self.simulation.start()
         self.next_save = self.started + CHECKPOINT_SECONDS
         self.pace = inf  # seconds per iteration of the last block; nothing is known of the first one
 
@@ -279,7 +279,7 @@ class _Program:
                 decision = devices.broadcast_number(self._decide(stopped))
                 if decision != GO_ON:
                     self._save()
-            states = devices.fetched(self.states)
+            states = self.simulation.fetched(self.states)
         if stopped is not None:
             raise stopped
         return [] if decision == STOP else self._finish(states)
@@ -319,7 +319,7 @@ class _Program:
 
     def _save(self) -> None:
         began = time.monotonic()
-        for each, state, blocks in zip(self.pending, devices.fetched(self.states), self.blocks, strict=True):
+        for each, state, blocks in zip(self.pending, self.simulation.fetched(self.states), self.blocks, strict=True):
             if each.kept is not None:
                 each.kept.write_checkpoint(Checkpoint(self.done, jax.tree.leaves(state), _joined(blocks)))
         spent = time.monotonic() - began

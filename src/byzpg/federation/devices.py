@@ -1,13 +1,14 @@
 """The devices of a simulation, on one host or on several whose processes act as one.
 
 The devices form a mesh of seeds × agents. Seeds need nothing of each other. Agents that are divided among devices play
-and receive there, and their messages travel between devices. Of several processes, the first one decides
-what to train and when to save and stop, and writes the files; the others follow it.
+and receive there, and their messages travel between devices. Large policies are divided by coordinate instead, so that
+more devices can hold larger ones. Of several processes, the first one decides what to train and when to save and stop,
+and writes the files; the others follow it.
 """
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from platformdirs import user_cache_path
 
-SEEDS, AGENTS = "seed", "agent"  # axes of the mesh
+from byzpg.robust.exchange import ONE_DEVICE, Shards
+
+SEEDS, AGENTS, COORDINATES = "seed", "agent", "coordinate"  # axes of the mesh: the first two, or the last
 BY_SEED, EVERYWHERE = PartitionSpec(SEEDS), PartitionSpec()
+BY_COORDINATE = PartitionSpec(None, None, COORDINATES)  # of vectors [row, agent, d]
+
+# If all vectors of an exchange take more bytes than this, they are divided among devices by coordinate. A device would
+# otherwise hold about ten times as much for its state and messages. Small vectors are exchanged faster where every
+# device holds all of them: there are fewer and shorter waits of devices for each other.
+MOST_BYTES_ON_EACH = 2**26
 
 # Shorter compilation, on CPUs by the first option and on GPUs by the second, for programs that then run about as fast.
 # What the user sets in XLA_FLAGS takes precedence.
@@ -180,10 +190,11 @@ def fetched(tree: Any) -> Any:
 # The mesh
 
 
-def mesh_for(num_seeds: int, num_agents: int) -> Mesh:
+def mesh_for(num_seeds: int, num_agents: int, exchange_bytes: int = 0) -> Mesh:
     """The mesh that leaves each device the least work, with as few messages and devices as that takes.
 
-    Seeds must be divided evenly; agents need not be. With several processes, every device takes part.
+    Seeds must be divided evenly; agents need not be. With several processes, every device takes part. Where seeds alone
+    do not occupy the devices and the vectors of an exchange are large, all devices divide the coordinates.
     """
     devices, alone = jax.devices(), jax.process_count() == 1
     shapes = [
@@ -198,22 +209,151 @@ def mesh_for(num_seeds: int, num_agents: int) -> Mesh:
         return num_seeds // by_seed * -(-num_agents // by_agent), by_agent, by_seed
 
     chosen = min(shapes, key=cost)
+    if chosen[1] > 1 and exchange_bytes > MOST_BYTES_ON_EACH:
+        return Mesh(np.asarray(devices), (COORDINATES,))
     return Mesh(np.asarray(devices[: chosen[0] * chosen[1]]).reshape(chosen), (SEEDS, AGENTS))
 
 
-def layout(tree: Any) -> Any:
-    """How leaves are divided among devices: by seed, or not at all if they have no axis."""
+def divides_coordinates(mesh: Mesh) -> bool:
+    """Whether vectors are divided by coordinate."""
+    return COORDINATES in mesh.axis_names
+
+
+def layout(tree: Any, mesh: Mesh) -> Any:
+    """How leaves are divided among devices.
+
+    On a mesh of coordinates, vectors [seed, agent, d] are divided, and other leaves are everywhere. On a mesh of seeds
+    and agents, leaves are divided by seed, if they have an axis.
+    """
+    if divides_coordinates(mesh):
+        return jax.tree.map(lambda leaf: BY_COORDINATE if leaf.ndim == 3 else EVERYWHERE, tree)
     return jax.tree.map(lambda leaf: BY_SEED if leaf.ndim else EVERYWHERE, tree)
 
 
+def _shardings(tree: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(partial(NamedSharding, mesh), layout(tree, mesh))
+
+
 def placed(tree: Any, mesh: Mesh) -> Any:
-    """The leaves on the devices that `layout` names."""
-    shardings = jax.tree.map(partial(NamedSharding, mesh), layout(tree))
+    """The leaves on the devices that `layout` names. Zeros fill up vectors whose coordinates are divided unevenly."""
+    if divides_coordinates(mesh):
+        tree = filled(tree, mesh)
     if jax.process_count() == 1:
-        return jax.device_put(tree, shardings)
+        return jax.device_put(tree, _shardings(tree, mesh))
 
     def of(leaf: Array, sharding: NamedSharding) -> Array:
         values = np.asarray(leaf)
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
-    return jax.tree.map(of, tree, shardings)
+    return jax.tree.map(of, tree, _shardings(tree, mesh))
+
+
+# Programs cannot take or return arrays with parts of different sizes, though inside a program there may be some.
+
+
+def filled(tree: Any, mesh: Mesh) -> Any:
+    """The leaves with vectors [row, agent, d] filled up with zeros, so that devices have equally many coordinates."""
+    return jax.tree.map(lambda leaf: _fill(leaf, 2, mesh.size) if leaf.ndim == 3 else leaf, tree)
+
+
+def unfilled(tree: Any, dimension: int) -> Any:
+    """The inverse of `filled`, for vectors [row, agent, `dimension`]."""
+    return jax.tree.map(lambda leaf: leaf[:, :, :dimension] if leaf.ndim == 3 else leaf, tree)
+
+
+def _fill(leaf: Array, axis: int, multiple: int, mode: str = "constant") -> Array:
+    """The leaf with more entries at the end of an axis, until their number is a multiple."""
+    missing = -leaf.shape[axis] % multiple
+    widths = [(0, missing if each == axis else 0) for each in range(leaf.ndim)]
+    on_host = isinstance(leaf, np.ndarray)  # perhaps too large for one device
+    return (np if on_host else jnp).pad(leaf, widths, mode=mode) if missing else leaf
+
+
+# How the devices divide an iteration
+
+# Turns what the agents of each table have [row, agent, ...] into a vector [row, agent, d] of each, and anything else.
+ForAgents = Callable[[list[Any]], list[tuple[Array, Any]]]
+
+
+@dataclass(frozen=True)
+class ByAgent:
+    """Every device holds all vectors of its seeds. It plays for some agents, and applies rules at some receivers.
+
+    What uses it is written for one device, inside `jax.shard_map`.
+    """
+
+    receivers: Shards = ONE_DEVICE
+
+    def for_agents(self, function: ForAgents, agents: list[Any]) -> list[tuple[Array, Any]]:
+        """Apply the function to this device's agents of each table, and return what comes of all agents."""
+        found = function(self.receivers.part(agents, axis=1))
+        numbers = map(_num_agents, agents)
+        return [self.receivers.whole(each, number, axis=1) for each, number in zip(found, numbers, strict=True)]
+
+    def kept(self, tree: Any) -> Any:
+        """The leaves as they are kept between iterations."""
+        return tree
+
+
+@dataclass(frozen=True)
+class ByCoordinate:
+    """Every device holds some coordinates of all vectors; to play for some agents, it gets their whole vectors.
+
+    What uses it is written as for one device, and the compiler divides it: so no rule and no attack needs to know of
+    devices. A rule that works in each coordinate needs no messages between devices, and a Gram matrix is a sum over
+    devices. Only play is divided by hand, because the compiler cannot divide a kernel.
+    """
+
+    mesh: Mesh
+    dimension: int  # d
+
+    @property
+    def receivers(self) -> Shards:
+        """Rules are applied at all receivers by all devices, each for its coordinates."""
+        return Shards(coordinates=self.mesh.size)
+
+    def for_agents(self, function: ForAgents, agents: list[Any]) -> list[tuple[Array, Any]]:
+        """Apply the function to the agents of each table, some on each device, and return what comes of all agents."""
+        shards, numbers = Shards(self.mesh.size, COORDINATES), [*map(_num_agents, agents)]
+        send = partial(lax.all_to_all, axis_name=COORDINATES, tiled=True)
+
+        def of_few_agents(leaf: Array) -> Array:
+            """[row, agent, d/D] → [row, agent/D, d]."""
+            if leaf.ndim != 3:
+                return shards.part(leaf, axis=1)
+            rows = _fill(leaf, 1, self.mesh.size, mode="edge")
+            return send(rows, split_axis=1, concat_axis=2)[:, :, : self.dimension]
+
+        def of_all_agents(vectors: Array, number: int) -> Array:
+            """[row, agent/D, d] → [row, agent, d/D]."""
+            return send(_fill(vectors, 2, self.mesh.size), split_axis=2, concat_axis=1)[:, :number]
+
+        def on_device(agents: list[Any]) -> list[tuple[Array, Any]]:
+            found = function(jax.tree.map(of_few_agents, agents))
+            return [
+                (of_all_agents(vectors, number), shards.whole(others, number, axis=1))
+                for (vectors, others), number in zip(found, numbers, strict=True)
+            ]
+
+        agents = filled(agents, self.mesh)
+        found = jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(layout(agents, self.mesh),),
+            out_specs=[(BY_COORDINATE, EVERYWHERE)] * len(agents),
+            check_vma=False,
+        )(agents)
+        return [(self.kept(vectors[:, :, : self.dimension]), others) for vectors, others in found]
+
+    def kept(self, tree: Any) -> Any:
+        """The leaves as they are kept between iterations: each device has its coordinates of vectors."""
+        return lax.with_sharding_constraint(tree, _shardings(tree, self.mesh))
+
+
+def division(mesh: Mesh, dimension: int) -> ByAgent | ByCoordinate:
+    """How the devices of a mesh divide an iteration for policies with d = `dimension` parameters."""
+    return ByCoordinate(mesh, dimension) if divides_coordinates(mesh) else ByAgent(Shards(mesh.shape[AGENTS], AGENTS))
+
+
+def _num_agents(tree: Any) -> int:
+    return jax.tree.leaves(tree)[0].shape[1]

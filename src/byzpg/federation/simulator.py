@@ -19,13 +19,14 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from byzpg.envs.host import HostTask
+from byzpg.federation import devices
 from byzpg.federation.algorithms import Agent, AgentState, Federation, Sampled
-from byzpg.federation.devices import AGENTS, BY_SEED, EVERYWHERE, QUICK_COMPILATION, layout, mesh_for, placed
+from byzpg.federation.devices import BY_SEED, EVERYWHERE, QUICK_COMPILATION, ByAgent, ByCoordinate, layout, placed
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
 from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
 from byzpg.learning.rollouts import Episodes, PlayAttacks
 from byzpg.robust.components import with_numbers, without_numbers
-from byzpg.robust.exchange import ONE_DEVICE, Diagnostics, Phase, Round, Shards, exchange_all
+from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all
 from byzpg.robust.rules import clear_search_errors
 
 # What an entry of a block of iterations is.
@@ -84,11 +85,25 @@ class Simulation:
         """The states before iteration 0: θ_0 depends on the seed, and is the same for all agents."""
         if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError("training runs in float32: turn JAX's 64-bit mode (jax_enable_x64) off.")
-        return self.placed(_start(jnp.asarray(self.seeds), _separated_numbers(self.federations)[0]))
+        seeds, (codes, _), mesh = jnp.asarray(self.seeds), _separated_numbers(self.federations), self._mesh()
+        # States that need several devices are made there.
+        return (
+            _start_divided(seeds, codes, mesh)
+            if devices.divides_coordinates(mesh)
+            else placed(_start(seeds, codes), mesh)
+        )
+
+    def shapes(self) -> States:
+        """The shapes and types of the states that `fetched` returns."""
+        return jax.eval_shape(partial(_start, codes=_separated_numbers(self.federations)[0]), jnp.asarray(self.seeds))
 
     def placed(self, states: States) -> States:
         """The states on the devices where `run` leaves them; from others, the next block would be compiled again."""
         return placed(states, self._mesh())
+
+    def fetched(self, states: States) -> States:
+        """The values of states on the devices, the inverse of `placed`; all processes must call this."""
+        return devices.unfilled(devices.fetched(states), self.federations[0].agent.policy.dimension)
 
     def initial_parameters(self) -> np.ndarray:
         """θ_0 [d] of the first seed: the coin that follows from it is common to all seeds."""
@@ -132,8 +147,11 @@ class Simulation:
 
     def _mesh(self) -> Mesh:
         """On a host task only seeds are divided among devices: episodes come from outside."""
-        num_agents = 1 if self.on_host else max(federation.num_agents for federation in self.federations)
-        return mesh_for(len(self.seeds), num_agents)
+        if self.on_host:
+            return devices.mesh_for(len(self.seeds), 1)
+        num_agents = [federation.num_agents for federation in self.federations]
+        coordinates = sum(num_agents) * self.federations[0].agent.policy.dimension
+        return devices.mesh_for(len(self.seeds), max(num_agents), exchange_bytes=4 * len(self.seeds) * coordinates)
 
 
 @partial(jax.jit, static_argnames="purpose")
@@ -152,6 +170,13 @@ def _start(seeds: Array, codes: Federations) -> States:
         return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
 
     return tuple(of(code.agent, code.num_holders) for code in codes)
+
+
+@partial(jax.jit, static_argnames=("codes", "mesh"))
+def _start_divided(seeds: Array, codes: Federations, mesh: Mesh) -> States:
+    states = _start(seeds, codes)
+    by = devices.division(mesh, codes[0].agent.policy.dimension)
+    return by.kept(devices.filled(by.kept(states), mesh))
 
 
 def _separated_numbers(federations: Federations) -> tuple[Federations, np.ndarray]:
@@ -245,30 +270,36 @@ def _tables(codes: Federations) -> tuple[_Table, ...]:
 def _run_block(
     states: States, keys: Keys, block: _Block, numbers: Array, codes: Federations, mesh: Mesh, *, only_large: bool
 ) -> tuple[States, tuple[Metrics, ...]]:
+    dimension = codes[0].agent.policy.dimension
+    by = devices.division(mesh, dimension)
+    iterate = partial(_iterate_block, _tables(codes), by, only_large)
+    if isinstance(by, ByCoordinate):
+        states, metrics = iterate(by.kept(devices.unfilled(states, dimension)), keys, block, numbers)
+        return by.kept(devices.filled(states, mesh)), metrics
     return jax.shard_map(
-        partial(_iterate_block, _tables(codes), Shards(mesh.shape[AGENTS], AGENTS), only_large),
+        iterate,
         mesh=mesh,
-        in_specs=(layout(states), BY_SEED, EVERYWHERE, EVERYWHERE),
-        out_specs=(layout(states), BY_SEED),
+        in_specs=(layout(states, mesh), BY_SEED, EVERYWHERE, EVERYWHERE),
+        out_specs=(layout(states, mesh), BY_SEED),
         check_vma=False,
     )(states, keys, block, numbers)
 
 
 def _iterate_block(
     tables: tuple[_Table, ...],
-    shards: Shards,
+    by: ByAgent | ByCoordinate,
     only_large: bool,
     states: States,
     keys: Keys,
     block: _Block,
     numbers: Array,
 ) -> tuple[States, tuple[Metrics, ...]]:
-    """The iterations of one device's seeds and agents."""
+    """The iterations of a block."""
 
     def iterate(states: States, batch: Array) -> tuple[States, tuple[Metrics, ...]]:
         states = _with_output(states, block.output_iteration)
         large = True if only_large else batch == LARGE
-        iteration = partial(_iteration, tables, shards, tables[0].code.agent.play, states, keys, numbers, large)
+        iteration = partial(_iteration, tables, by, tables[0].code.agent.play, states, keys, numbers, large)
         return lax.cond(batch == SKIP, partial(_skip, states), iteration)
 
     rows = tuple(table.rows(states) for table in tables)
@@ -298,7 +329,8 @@ def _run_on_host(
         # One device: the policies of one time step are too little work to divide.
         players = jax.device_put(_players_now(states, keys, codes, large), mesh.devices.flat[0])
         attacks = _attacks_on_play(_tables(codes), [players], len(keys.attackers))
-        episodes = codes[0].agent.play(players.agents.parameters, players.keys, large, attacks)
+        parameters, play_keys = _merge((players.agents.parameters, players.keys))
+        episodes = codes[0].agent.play(parameters, play_keys, large, attacks)
         states, (entry,) = _run_iteration(
             states,
             keys,
@@ -337,13 +369,13 @@ def _run_iteration(
         states: States, keys: Keys, episodes: Episodes, output_iteration: Array, numbers: Array
     ) -> tuple[States, tuple[Metrics, ...]]:
         states = _with_output(states, output_iteration)
-        return _iteration(tables, ONE_DEVICE, lambda *_: episodes, states, keys, numbers, large)
+        return _iteration(tables, ByAgent(), lambda *_: episodes, states, keys, numbers, large)
 
     return jax.shard_map(
         iterate,
         mesh=mesh,
-        in_specs=(layout(states), BY_SEED, layout(episodes), EVERYWHERE, EVERYWHERE),
-        out_specs=(layout(states), BY_SEED),
+        in_specs=(layout(states, mesh), BY_SEED, layout(episodes, mesh), EVERYWHERE, EVERYWHERE),
+        out_specs=(layout(states, mesh), BY_SEED),
         check_vma=False,
     )(states, keys, episodes, output_iteration, numbers)
 
@@ -410,33 +442,31 @@ def _draws(table: _Table, iteration: Array, keys: Keys) -> Draws:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Players:
-    """The agents that play in an iteration; arrays lead with [row × player]."""
+    """The agents that play in an iteration; arrays lead with [row, player]."""
 
     agents: AgentState
     keys: Array
     byzantine: Array
 
 
-def _players(table: _Table, shards: Shards, state: SimulationState, draws: Draws, large: bool) -> Players:
-    """The players of this device."""
+def _players(table: _Table, state: SimulationState, draws: Draws, large: bool) -> Players:
     num_players = table.code.num_players(large)
     agents = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (leaf.shape[0], num_players, *leaf.shape[2:])), state.agents
     )
-    players = Players(agents, draws.play_keys[:, :num_players], ~draws.honest_players(num_players))
-    return _merge(shards.part(players, axis=1))
+    return Players(agents, draws.play_keys[:, :num_players], ~draws.honest_players(num_players))
 
 
 @partial(jax.jit, static_argnames=("codes", "large"))
 def _players_now(states: States, keys: Keys, codes: Federations, large: bool) -> Players:
     (table,) = _tables(codes)
-    return _players(table, ONE_DEVICE, states[0], _draws(table, states[0].iteration, keys), large)
+    return _players(table, states[0], _draws(table, states[0].iteration, keys), large)
 
 
 def _attacks_on_play(tables: tuple[_Table, ...], players: list[Players], num_seeds: int) -> PlayAttacks:
-    """The attacks on play, each with the players of all tables [player] that carry it out."""
+    """The attacks on play, each with the players of all tables [row × player] that carry it out."""
     parts = [
-        (kind.code.attack, byzantine)
+        (kind.code.attack, jnp.ravel(byzantine))
         for table, each in zip(tables, players, strict=True)
         for kind, byzantine in zip(table.kinds, table.by_kind(each.byzantine, num_seeds), strict=True)
     ]
@@ -489,7 +519,7 @@ Play = Callable[[Array, Array, bool, PlayAttacks], Episodes]
 
 def _iteration(
     tables: tuple[_Table, ...],
-    shards: Shards,
+    by: ByAgent | ByCoordinate,
     play: Play,
     states: States,
     keys: Keys,
@@ -499,33 +529,37 @@ def _iteration(
     """One iteration of all rows of all tables."""
     num_seeds = len(keys.attackers)
     iterations = [
-        _Iteration(table, table.with_numbers(numbers, num_seeds), shards, state, _draws(table, state.iteration, keys))
+        _Iteration(table, table.with_numbers(numbers, num_seeds), by, state, _draws(table, state.iteration, keys))
         for table, state in zip(tables, states, strict=True)
     ]
 
     at_servers = [each for each in iterations if each.table.code.centralized]
     both_sizes = not isinstance(large, bool)
 
-    def estimated(batch_is_large: bool) -> list[_Gradients]:
-        """What the players estimate; where the batch decides whether servers aggregate, also what they aggregate."""
-        players = [_players(each.table, shards, each.state, each.draws, batch_is_large) for each in iterations]
+    def estimates(batch_is_large: bool, players: list[Players]) -> list[tuple[Array, Sampled]]:
+        """The estimates [row, player, d] of some players of each table, and what they sampled."""
+        attacks = _attacks_on_play(tables, players, num_seeds)
+        players = _merge(players)
         # Not whole players: the optimizers of other tables may have other states.
         parameters, play_keys = _joined([(each.agents.parameters, each.keys) for each in players])
-        episodes = play(parameters, play_keys, batch_is_large, _attacks_on_play(tables, players, num_seeds))
+        episodes = play(parameters, play_keys, batch_is_large, attacks)
         agents = [
             _repeated(this.agent, len(each.keys) // this.num_rows)
             for this, each in zip(iterations, players, strict=True)
         ]
         results = _estimates(agents, players, episodes, batch_is_large)
-        found = [
-            this.gradients(*shards.whole(_split(result, this.num_rows), this.table.code.num_players(batch_is_large), 1))
-            for this, result in zip(iterations, results, strict=True)
-        ]
-        return _aggregated(iterations, found, at_servers, shards) if both_sizes and batch_is_large else found
+        return [_split(result, this.num_rows) for this, result in zip(iterations, results, strict=True)]
+
+    def estimated(batch_is_large: bool) -> list[_Gradients]:
+        """What the players estimate; where the batch decides whether servers aggregate, also what they aggregate."""
+        players = [_players(each.table, each.state, each.draws, batch_is_large) for each in iterations]
+        results = by.for_agents(partial(estimates, batch_is_large), players)
+        found = [this.gradients(*result) for this, result in zip(iterations, results, strict=True)]
+        return _aggregated(iterations, found, at_servers, by) if both_sizes and batch_is_large else found
 
     found = _either(large, partial(estimated, True), partial(estimated, False))
     others = [each for each in iterations if each not in at_servers]
-    found = _aggregated(iterations, found, iterations if large is True else others, shards)
+    found = _aggregated(iterations, found, iterations if large is True else others, by)
     outcomes = [this.finish(gradients) for this, gradients in zip(iterations, found, strict=True)]
     following, metrics = zip(*outcomes, strict=True)
     return following, metrics
@@ -543,7 +577,10 @@ class _Gradients:
 
 
 def _aggregated(
-    iterations: Sequence["_Iteration"], gradients: list[_Gradients], where: Sequence["_Iteration"], shards: Shards
+    iterations: Sequence["_Iteration"],
+    gradients: list[_Gradients],
+    where: Sequence["_Iteration"],
+    by: ByAgent | ByCoordinate,
 ) -> list[_Gradients]:
     """The gradients once they have been exchanged in some of the tables; all their rounds are carried out together."""
     where = [each for each in where if each.table.code.num_agents > 1]
@@ -551,11 +588,12 @@ def _aggregated(
         each.rounds("gradients", this.own, each.draws.gradient_keys) if each in where else []
         for each, this in zip(iterations, gradients, strict=True)
     ]
-    outcomes = iter(exchange_all([each for of_table in rounds for each in of_table], shards))
+    outcomes = iter(exchange_all([each for of_table in rounds for each in of_table], by.receivers))
     found = []
     for each, this, of_table in zip(iterations, gradients, rounds, strict=True):
         if of_table:
             aggregated, report = _joined([next(outcomes) for _ in of_table])
+            aggregated = by.kept(aggregated)
             own = aggregated if each.table.code.centralized else this.own
             exchanged = _exchange_metrics(each.draws.is_honest, report)
             this = replace(this, own=own, aggregated=aggregated, exchanged=exchanged)
@@ -569,7 +607,7 @@ class _Iteration:
 
     table: _Table
     federations: list[Federation]  # of each kind, with numbers [row of the kind]
-    shards: Shards
+    by: ByAgent | ByCoordinate
     state: SimulationState
     draws: Draws
 
@@ -623,8 +661,8 @@ class _Iteration:
 
             def agree(parameters: Array, message_keys: Array) -> tuple[Array, tuple[Array, Array]]:
                 rounds = self.rounds("parameters", parameters, message_keys)
-                agreed, report = _joined(exchange_all(rounds, self.shards))
-                return agreed, (report.diameter_before, report.diameter_after)
+                agreed, report = _joined(exchange_all(rounds, self.by.receivers))
+                return self.by.kept(agreed), (report.diameter_before, report.diameter_after)
 
             sent = _split(agents.parameters, num_rows)
             agreed, (first, last) = lax.scan(agree, sent, self.draws.agreement_keys.T)
@@ -637,7 +675,7 @@ class _Iteration:
             diameter_before=diameters[0],
             diameter_after=diameters[1],
         )
-        return SimulationState(_split(agents, num_rows), state.output, state.iteration + 1), metrics
+        return SimulationState(self.by.kept(_split(agents, num_rows)), state.output, state.iteration + 1), metrics
 
 
 def _repeated(agent: Agent, times: int) -> Agent:

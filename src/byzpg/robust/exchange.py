@@ -57,10 +57,12 @@ class Shards:
     Args:
         num_devices: The number of devices along the axis.
         axis_name: The name of the axis.
+        coordinates: The number of devices among which the compiler divides the coordinates of all rows instead.
     """
 
     num_devices: int = 1
     axis_name: str = "agent"
+    coordinates: int = 1
 
     def part(self, tree: Any, axis: int = 0) -> Any:
         """Return this device's part of leaves that all devices hold; the last row is repeated to fill the last part."""
@@ -442,7 +444,8 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     num_receivers = len(receivers)
     at_group = partial(_at_group, setting, messages, key)
     limit = min(GROUP_BYTES, GROUP_BYTES_ON_CPU) if jax.default_backend() == "cpu" else GROUP_BYTES
-    num_groups = -(-num_receivers * messages.bytes_per_receiver(setting.rule) // limit)
+    bytes_here = messages.bytes_per_receiver(setting.rule) // setting.shards.coordinates
+    num_groups = -(-num_receivers * bytes_here // limit)
     group = -(-num_receivers // max(1, min(num_groups, num_receivers)))
     num_groups = -(-num_receivers // group)
     if num_groups == 1:
