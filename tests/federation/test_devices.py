@@ -1,24 +1,34 @@
 """One simulation on several devices, and in several processes that act as one."""
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from forking import BYZPG, Forked
+from jax import Array
+from jax.sharding import Mesh
 from live_federation import free_ports
 
 from byzpg import training
 from byzpg.config import Config
 from byzpg.federation import devices
-from byzpg.federation.devices import Hardware
+from byzpg.federation.devices import COORDINATES, Hardware
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
+from byzpg.robust import ALIE, NNM, RFA, AvgZero, Krum, LargeNoise, Median, MinMax, TrimmedMean, agreement
+from byzpg.robust.attacks import Attack
+from byzpg.robust.exchange import Diagnostics, Round, Shards, exchange_all
+from byzpg.robust.rules import Rule
 from byzpg.runs import RunDirectory
 
 HERE = Path(__file__).parent
@@ -34,7 +44,15 @@ TINY: dict[str, Any] = {
 # 13 and 5 agents do not divide evenly among 4 devices. Messages and a rule that differ by receiver; play; a server.
 FEDERATIONS = [
     Config(num_agents=13, num_byzantine=2, attack="LargeNoise", aggregator="RFA", agreement="GDA", rounds=2, **TINY),
-    Config(num_agents=5, num_byzantine=1, attack="RandomAction", algorithm="ByzPG", aggregator="Median", **TINY),
+    Config(
+        num_agents=5,
+        num_byzantine=1,
+        attack="RandomAction",
+        algorithm="ByzPG",
+        aggregator="Median",
+        optimizer="sgd",
+        **TINY,
+    ),
 ]
 BATCHES = [LARGE, SMALL, SMALL, LARGE, SKIP]
 # The products of another number of agents are rounded differently.
@@ -73,36 +91,154 @@ def test_programs_are_kept_unless_they_cannot_be_or_the_user_says_where(
     assert kept("elsewhere", tmp_path) == ("elsewhere", -1)
 
 
-def run_all(mesh_shape: tuple[int, int]) -> list[np.ndarray]:
+def run_all(mesh_shape: dict[str, int]) -> list[np.ndarray]:
     """What comes of the federations, on a mesh of this shape."""
     simulation = Simulation(tuple(config.resolved().federation() for config in FEDERATIONS), (5, 6))
-    assert tuple(simulation._mesh().shape.values()) == mesh_shape
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(simulation.run(simulation.start(), BATCHES, 2))]
+    assert dict(simulation._mesh().shape) == mesh_shape
+    states, metrics = simulation.run(simulation.start(), BATCHES, 2)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((simulation.fetched(states), metrics))]
 
 
-def test_eight_devices_give_what_one_gives(tmp_path: Path) -> None:
-    program = """
+def in_eight(tmp_path: Path, call: str) -> Forked:
+    """A process with eight devices that makes this call of this module."""
+    program = f"""
 import sys
-import numpy as np
+from pathlib import Path
 from byzpg.federation.devices import Hardware
 Hardware(devices=8).start()
 import test_devices
-np.savez(sys.argv[1], *test_devices.run_all((2, 4)))
+test_devices.{call}
 """
-    said = tmp_path / "said"
-    with said.open("w") as output:
-        done = Forked(
-            tmp_path / "eight.npz", program=program, stdout=output, PYTHONPATH=f"{HERE}{os.pathsep}{HERE.parent}"
-        )
-    alone = run_all((1, 1))
-    assert done.wait() == 0, said.read_text()
-    with np.load(tmp_path / "eight.npz") as eight:
-        assert len(eight) == len(alone)
-        for one, other in zip(alone, eight.values(), strict=True):
-            np.testing.assert_allclose(other, one, rtol=TOLERANCE, atol=TOLERANCE)
+    with (tmp_path / "said").open("w") as output:
+        return Forked(tmp_path, program=program, stdout=output, PYTHONPATH=f"{HERE}{os.pathsep}{HERE.parent}")
+
+
+def save_all(folder: str) -> None:
+    np.savez(f"{folder}/agents.npz", *run_all({"seed": 2, "agent": 4}))
+    devices.MOST_BYTES_ON_EACH = 0
+    np.savez(f"{folder}/coordinates.npz", *run_all({"coordinate": 8}))
+
+
+def test_eight_devices_give_what_one_gives(tmp_path: Path) -> None:
+    done = in_eight(tmp_path, "save_all(sys.argv[1])")
+    alone = run_all({"seed": 1, "agent": 1})
+    assert done.wait() == 0, (tmp_path / "said").read_text()
+    for divided in ("agents", "coordinates"):
+        with np.load(tmp_path / f"{divided}.npz") as eight:
+            assert len(eight) == len(alone)
+            for one, other in zip(alone, eight.values(), strict=True):
+                np.testing.assert_allclose(other, one, rtol=TOLERANCE, atol=TOLERANCE, err_msg=divided)
     parameters = [leaf for leaf in alone if leaf.ndim == 3]
     assert parameters
     assert all(np.all(np.isfinite(leaf)) for leaf in parameters)
+
+
+# Large policies
+
+# 1,003 coordinates do not divide evenly among 8 devices.
+ROUNDS: list[tuple[Rule, Attack]] = [
+    (TrimmedMean(), AvgZero()),
+    (Krum(), MinMax()),
+    (RFA(), ALIE()),
+    (NNM(Median()), LargeNoise()),
+    (agreement.MDA(), AvgZero()),
+    (agreement.GDA(), LargeNoise(target="both")),
+]
+NUM_AGENTS, DIMENSION = 11, 1003
+
+
+def exchanged(vectors: Array, shards: Shards) -> list[tuple[Array, Diagnostics]]:
+    """Two runs of every round, for vectors [run, agent, d]."""
+
+    def for_each_run(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (2, *jnp.shape(leaf))), tree)
+
+    def of(rule: Rule, attack: Attack) -> Round:
+        alike = Round.of(
+            rule,
+            attack,
+            num_byzantine=2,
+            phase="gradients",
+            at_server=False,
+            vectors=vectors[0],
+            byzantine=jnp.array([3, 7]),
+            keys=jax.random.key(0),
+            iteration=jnp.array(0),
+        )
+        return dataclasses.replace(for_each_run(alike), vectors=vectors)
+
+    return exchange_all([of(*each) for each in ROUNDS], shards)
+
+
+def check_exchanges() -> None:
+    """Each device has some coordinates of all vectors, and what it sends to others does not grow with d."""
+    mesh = Mesh(np.asarray(jax.devices()), (COORDINATES,))
+    vectors = jax.random.normal(jax.random.key(1), (2, NUM_AGENTS, DIMENSION))
+    # Every device would choose other vectors by its own coordinates alone.
+    vectors *= (
+        1
+        + jax.random.permutation(jax.random.key(2), NUM_AGENTS * mesh.size)
+        .reshape(NUM_AGENTS, -1)
+        .repeat(-(-DIMENSION // mesh.size), axis=1)[:, :DIMENSION]
+    )
+
+    by = devices.ByCoordinate(mesh, DIMENSION)
+
+    def divided(filled: Array) -> list[tuple[Array, Diagnostics]]:
+        outcomes = exchanged(by.kept(devices.unfilled(filled, DIMENSION)), by.receivers)
+        return [(by.kept(devices.filled(result, mesh)), report) for result, report in outcomes]
+
+    one = jax.jit(partial(exchanged, shards=Shards())).lower(vectors).compile()
+    placed = devices.placed(vectors, mesh)
+    eight = jax.jit(divided).lower(placed).compile()
+    for here, (results, report) in zip(one(vectors), eight(placed), strict=True):
+        there = devices.unfilled(results, DIMENSION), report
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), there, here)
+    assert eight.memory_analysis().temp_size_in_bytes < one.memory_analysis().temp_size_in_bytes / 4
+    sent = re.findall(r"= (.*?) (?:all-\w+|collective-permute)\(", eight.as_text())
+    assert sent
+    lengths = [
+        int(length) for each in sent for shape in re.findall(r"\[([\d,]+)\]", each) for length in shape.split(",")
+    ]
+    assert max(lengths) <= 2 * NUM_AGENTS, sent
+
+
+def test_exchanges_are_divided_by_coordinate(tmp_path: Path) -> None:
+    assert in_eight(tmp_path, "check_exchanges()").wait() == 0, (tmp_path / "said").read_text()
+
+
+LARGE_POLICY = Config(**TINY | {"algorithm": "Dec-PAGE-PG", "num_agents": 8, "num_seeds": 1, "hidden": (128, 128)})
+
+
+def check_memory(folder: str) -> None:
+    """The state rests divided, a block needs a fraction of the memory, and files are as always."""
+    settings = LARGE_POLICY.resolved()
+    simulation = Simulation((settings.federation(),), settings.seeds)
+
+    def bytes_needed() -> tuple[int, int]:
+        analysis = simulation.compiled([LARGE], only_large=True).memory_analysis()
+        return analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
+
+    arguments, temporary = bytes_needed()  # every device holds all vectors
+    devices.MOST_BYTES_ON_EACH = 0
+    fewer_arguments, less_temporary = bytes_needed()
+    assert fewer_arguments < arguments / 7
+    assert less_temporary < temporary / 4
+    dimension = settings.federation().agent.policy.dimension
+    assert dimension % 8
+    states, _ = simulation.run(simulation.start(), [LARGE], 0, only_large=True)
+    for leaf in jax.tree.leaves(states):
+        if leaf.ndim == 3:
+            assert {part.data.shape for part in leaf.addressable_shards} == {(1, 8, -(-dimension // 8))}
+    training.train(dataclasses.replace(LARGE_POLICY, trajectories=12), Path(folder) / "run")
+
+
+def test_more_devices_need_less_memory_each(tmp_path: Path) -> None:
+    done = in_eight(tmp_path, "check_memory(sys.argv[1])")
+    alone = training.train(dataclasses.replace(LARGE_POLICY, trajectories=12))
+    assert done.wait() == 0, (tmp_path / "said").read_text()
+    for name, parameters in training.load(tmp_path / "run").parameters.items():
+        np.testing.assert_allclose(parameters, alone.parameters[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # Ctrl-C while the first block of iterations runs.

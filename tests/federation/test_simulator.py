@@ -371,6 +371,18 @@ def test_federations_that_differ_in_numbers_are_one_program(optimizer: str) -> N
     assert program._cache_size() == before + 2
 
 
+def test_attackers_play_as_their_federation_says() -> None:
+    """Rows of one table, whose attackers play differently."""
+    server = {"algorithm": "ByzPG", "num_agents": 5, "rounds": None}
+    settings = [settings_of(**server, attack=attack) for attack in ("RandomAction", "RewardFlip")]
+    both = simulation_of(*settings)
+    states, _ = both.run(both.start(), [LARGE], 0, only_large=True)
+    for each, state in zip(settings, states, strict=True):
+        alone = simulation_of(each)
+        (expected,), _ = alone.run(alone.start(), [LARGE], 0, only_large=True)
+        np.testing.assert_allclose(state.agents.direction, expected.agents.direction, atol=1e-5)
+
+
 OTHER_PLAY: list[dict[str, Any]] = [
     {"large_batch": 7},
     {"small_batch": 5},

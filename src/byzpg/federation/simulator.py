@@ -132,13 +132,19 @@ class Simulation:
         """
         if only_large and SMALL in batches:
             raise ValueError("only_large is for runs without small batches, and this block has one.")
+        run = _run_on_host if self.on_host else partial(_run_block, only_large=only_large)
         with clear_search_errors():
-            seeds = jnp.asarray(self.seeds)
-            keys = Keys(_keys(seeds, ATTACKERS), _keys(seeds, ITERATIONS))
-            run = _run_on_host if self.on_host else partial(_run_block, only_large=only_large)
-            block = _Block(jnp.asarray(batches), jnp.asarray(output_iteration))
-            codes, numbers = _separated_numbers(self.federations)
-            return jax.block_until_ready(run(states, keys, block, jnp.asarray(numbers), codes, self._mesh()))
+            return jax.block_until_ready(run(*self._block(states, batches, output_iteration)))
+
+    def compiled(self, batches: Sequence[int] | np.ndarray, *, only_large: bool = False) -> jax.stages.Compiled:
+        """The program of such a block, to see what it needs; not for host tasks."""
+        return _run_block.lower(*self._block(self.start(), batches, 0), only_large=only_large).compile()
+
+    def _block(self, states: States, batches: Sequence[int] | np.ndarray, output_iteration: int) -> tuple[Any, ...]:
+        seeds, (codes, numbers) = jnp.asarray(self.seeds), _separated_numbers(self.federations)
+        keys = Keys(_keys(seeds, ATTACKERS), _keys(seeds, ITERATIONS))
+        block = _Block(jnp.asarray(batches), jnp.asarray(output_iteration))
+        return states, keys, block, jnp.asarray(numbers), codes, self._mesh()
 
     @property
     def on_host(self) -> bool:
