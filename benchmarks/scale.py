@@ -1,7 +1,10 @@
-"""The cost of large federations, of several processes, and of the engines Flower and Ray.
+"""The cost of large federations, of large policies, of several processes, and of the engines Flower and Ray.
 
     python benchmarks/scale.py agents               # seconds per iteration and peak memory at K = 13, 100 and 1,000
     python benchmarks/scale.py agents --sizes 13    # a quick check
+    python benchmarks/scale.py shards               # memory of each of 1, 2, 4 and 8 devices, for a large policy
+    python benchmarks/scale.py large                # one exchange at d = 10⁷ against the bandwidth, 10⁸ on paper
+    python benchmarks/scale.py large --dimension 1000000    # as much as a CPU can do quickly
     python benchmarks/scale.py devices              # the parallel efficiency of two processes with a core each
     python benchmarks/scale.py engines              # what Flower adds to an iteration, and Ray to a cell of a sweep
 
@@ -10,6 +13,18 @@ server (one round of agreement by MDA or GDA) and with one. Every case runs in i
 adds up the parts of an iteration. These are play, which grows linearly in K, and the time of each rule at one
 receiver, times the number of receivers that hold different vectors. From the same parts follows the cost of an
 iteration when every agent has its own machine and link.
+
+`shards`: one DecByzPG federation on CartPole-v1 with two hidden layers of 512, whose vectors are divided by coordinate
+among virtual devices of the CPU. Baseline: one device. Memory is what the compiler plans for one device: arguments (the
+state, which results overwrite), temporaries, and outputs that are not written over arguments. Virtual devices share the
+cores, so that seconds tell only what dividing costs.
+
+`large`: one round of messages among 13 agents, 3 of which attack (AvgZero). Baseline: the time to read each vector once
+and write each result once at the bandwidth of the device's memory, which is that of the data sheet or, for a device
+that we have no sheet of, measured by scaling the vectors. No rule can reach it: whether a vector is sound, and its
+distance from others, is known only after it has been read once, and 13 large vectors do not fit into any cache, so that
+they must be read again. "With diagnostics" is what a simulation does: it also measures errors, diameters and variances.
+The sizing multiplies this by the coordinates of one device.
 
 `devices`: baseline is the same federation in one process on one core.
 
@@ -168,6 +183,157 @@ def agents(arguments: argparse.Namespace) -> None:
         print(f"| {method} | {messages:,} | {figures} |", flush=True)
 
 
+# Large policies
+
+SHARDS = (1, 2, 4, 8)
+VECTORS_AT_REST = 6  # of an agent: parameters, previous parameters, direction, two of Adam, output
+SHEET = {"NVIDIA H200": 4.8e12}  # bytes/s of the memory
+MEMORY = 139 * 2**30  # of an H200
+NVLINK = 450e9  # bytes/s in each direction, between H200s of one machine
+LARGE_RULES = ("Mean", "Median", "NNM(TrimmedMean)", "RFA", "MDA")
+
+
+def measure_shards(num_devices: int, num_agents: int, width: int, path: str) -> None:
+    import numpy as np
+
+    from byzpg.config import Config
+    from byzpg.federation import devices
+    from byzpg.federation.simulator import LARGE
+
+    devices.Hardware(num_devices).start()
+    devices.MOST_BYTES_ON_EACH = 0
+    config = Config(
+        num_agents=num_agents,
+        num_byzantine=(num_agents - 1) // 4,
+        attack="AvgZero",
+        aggregator="NNM(TrimmedMean)",
+        agreement="MDA",
+        hidden=(width, width),
+        rounds=1,
+        horizon=50,
+        large_batch=4,
+        num_seeds=1,
+    )
+    simulation = simulated(config)
+    memory = simulation.compiled([LARGE], only_large=True).memory_analysis()
+    states, seconds = simulation.start(), []
+    for _ in range(4):
+        started = time.perf_counter()
+        states, _ = simulation.run(states, [LARGE], -1, only_large=True)
+        seconds.append(time.perf_counter() - started)
+    parameters = simulation.fetched(states)[0].agents.parameters
+    np.save(path, parameters)
+    written = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    sizes = [memory.argument_size_in_bytes, memory.temp_size_in_bytes, written]
+    print(json.dumps({"sizes": sizes, "seconds": min(seconds[1:]), "dimension": parameters.shape[2]}))
+
+
+def shards(arguments: argparse.Namespace) -> None:
+    import numpy as np
+
+    print("| K | d | devices | arguments, MiB | temporaries, MiB | outputs, MiB | of one device | s | difference |")
+    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    for size in arguments.sizes:
+        alone: Any = None
+        for number in SHARDS:
+            with tempfile.TemporaryDirectory() as folder:
+                path = f"{folder}/parameters.npy"
+                now = result(child("shard", str(number), str(size), str(arguments.width), path))
+                parameters = np.load(path)
+            alone = alone or (now, parameters)
+            share = sum(now["sizes"]) / sum(alone[0]["sizes"])
+            sizes = " | ".join(f"{each / 2**20:.1f}" for each in now["sizes"])
+            difference = np.abs(parameters - alone[1]).max()
+            figures = f"{sizes} | {share:.0%} | {now['seconds']:.2f} | {difference:.1g}"
+            print(f"| {size} | {now['dimension']:,} | {number} | {figures} |", flush=True)
+    print("\nDifference: the largest of any parameter from that of one device, after four iterations.")
+
+
+def measure_large(name: str, num_agents: int, dimension: int) -> None:
+    """Print the seconds of one exchange, with and without diagnostics, and the memory that it takes."""
+    import jax
+
+    from byzpg._registry import parse
+    from byzpg.robust import AvgZero
+    from byzpg.robust.exchange import exchange
+
+    rule = parse("agreement" if name == "MDA" else "aggregator", name)
+    num_byzantine = (num_agents - 1) // 4
+    vectors = jax.block_until_ready(
+        jax.jit(lambda key: jax.random.normal(key, (num_agents, dimension)))(jax.random.key(0))
+    )
+
+    def program(diagnose: bool) -> Any:
+        options: dict[str, Any] = {"attack": AvgZero(), "num_byzantine": num_byzantine, "diagnose": diagnose}
+        byzantine = list(range(num_agents - num_byzantine, num_agents))
+        return jax.jit(lambda rows: exchange(rule, rows, byzantine=byzantine, **options)).lower(vectors).compile()
+
+    def seconds_of(function: Any) -> float:
+        """The best of several series of calls; a series waits only for its last call."""
+        calls, found = 1 if device.platform == "cpu" else 20, []
+        outcome = jax.block_until_ready(function(vectors))
+        for _ in range(5):
+            started = time.perf_counter()
+            for _ in range(calls):
+                outcome = function(vectors)
+            jax.block_until_ready(outcome)
+            found.append((time.perf_counter() - started) / calls)
+        return min(found)
+
+    device = jax.devices()[0]
+    plain, diagnosed = program(False), program(True)
+    jax.block_until_ready(diagnosed(vectors))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device.platform != "cpu":
+        peak = device.memory_stats()["peak_bytes_in_use"]
+    seconds = [seconds_of(plain), seconds_of(diagnosed)]
+    copy = 2 * vectors.nbytes / seconds_of(jax.jit(lambda rows: 2 * rows))
+    temporaries = diagnosed.memory_analysis().temp_size_in_bytes / vectors.nbytes
+    print(
+        json.dumps(
+            {"seconds": seconds, "peak": peak, "copy": copy, "temporaries": temporaries, "device": device.device_kind}
+        )
+    )
+
+
+def large(arguments: argparse.Namespace) -> None:
+    agents, dimension = arguments.agents, arguments.dimension
+    cases = {name: result(child("exchange", name, str(agents), str(dimension))) for name in LARGE_RULES}
+    device = cases["Mean"]["device"]
+    copy = max(case["copy"] for case in cases.values())
+    bandwidth = arguments.bandwidth or SHEET.get(device, copy)
+    limit = 2 * 4 * agents * dimension / bandwidth  # each vector is read, and each result is written
+    print("| rule | s per exchange | of the limit | with diagnostics, s | of the limit | temporaries, Kd | peak, MiB |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for name, case in cases.items():
+        figures = " | ".join(f"{seconds:.3g} | {seconds / limit:.1f}×" for seconds in case["seconds"])
+        print(f"| {name} | {figures} | {case['temporaries']:.1f} | {case['peak'] / 2**20:,.0f} |")
+    print(
+        f"\n{device}, K = {agents}, d = {dimension:,}. Limit: {limit:.3g} s at {bandwidth / 1e12:.3g} TB/s. "
+        f"Scaling the vectors reaches {copy / 1e12:.3g} TB/s.\n"
+    )
+
+    size, number = arguments.sizing, arguments.devices
+    vector = 4 * size
+    rest = VECTORS_AT_REST * agents * vector / number
+    temporaries = max(case["temporaries"] for case in cases.values()) * agents * vector / number
+    players = -(-agents // number)
+    play = 5 * players * vector  # θ_t, θ_{t−1}, v̂_{t−1}, the gradient, and one more while it is summed up
+    needed = max(temporaries, play) + rest
+    ratio = max(case["seconds"][1] for case in cases.values()) / limit
+    exchange_seconds = ratio * 2 * agents * vector / number / bandwidth
+    sent = players * vector * (number - 1) / number
+    print(f"| d = {size:,}, K = {agents}, {number} devices | of one device |")
+    print("|---|---:|")
+    print(f"| state of an agent, all its coordinates | {VECTORS_AT_REST * vector / 2**30:.2f} GiB |")
+    print(f"| state of all agents, coordinates of one device | {rest / 2**30:.2f} GiB |")
+    print(f"| temporaries of an exchange | {temporaries / 2**30:.2f} GiB |")
+    print(f"| whole vectors of the {players} agents that it plays for | {play / 2**30:.2f} GiB |")
+    print(f"| memory needed (H200: {MEMORY / 2**30:.0f} GiB) | {needed / 2**30:.2f} GiB, {needed / MEMORY:.0%} |")
+    print(f"| an exchange, {ratio:.1f}× the limit | {1000 * exchange_seconds:.2f} ms |")
+    print(f"| parameters to players, or gradients back, over NVLink | {1000 * sent / NVLINK:.2f} ms |")
+
+
 # Two processes that act as one
 
 
@@ -289,6 +455,17 @@ def main() -> None:
     command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     command.add_argument("--aggregator", default="TrimmedMean")
     command.set_defaults(run=agents)
+    command = commands.add_parser("shards")
+    command.add_argument("--sizes", type=int, nargs="+", default=(8, 13), help="K")
+    command.add_argument("--width", type=int, default=512, help="of both hidden layers")
+    command.set_defaults(run=shards)
+    command = commands.add_parser("large")
+    command.add_argument("--dimension", type=int, default=10**7)
+    command.add_argument("--agents", type=int, default=13)
+    command.add_argument("--bandwidth", type=float, help="bytes/s; default: that of the data sheet, or of a copy")
+    command.add_argument("--sizing", type=int, default=10**8, help="d of the sizing")
+    command.add_argument("--devices", type=int, default=8, help="of the sizing")
+    command.set_defaults(run=large)
     command = commands.add_parser("devices")
     command.set_defaults(run=devices)
     command = commands.add_parser("engines")
@@ -304,6 +481,12 @@ def main() -> None:
     command = commands.add_parser("rule")  # a part of the sizing
     command.add_argument("case", nargs=2)
     command.set_defaults(run=lambda given: measure_rule(given.case[0], int(given.case[1])))
+    command = commands.add_parser("shard")  # a case of `shards`
+    command.add_argument("case", nargs=4)
+    command.set_defaults(run=lambda given: measure_shards(*map(int, given.case[:3]), given.case[3]))
+    command = commands.add_parser("exchange")  # a case of `large`
+    command.add_argument("case", nargs=3)
+    command.set_defaults(run=lambda given: measure_large(given.case[0], *map(int, given.case[1:])))
     command = commands.add_parser("part")  # a process of `devices`
     command.add_argument("case", type=int, nargs=5)
     command.set_defaults(run=lambda given: measure_devices(*given.case))

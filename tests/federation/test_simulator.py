@@ -373,7 +373,7 @@ def test_federations_that_differ_in_numbers_are_one_program(optimizer: str) -> N
 
 def test_attackers_play_as_their_federation_says() -> None:
     """Rows of one table, whose attackers play differently."""
-    server = {"algorithm": "ByzPG", "num_agents": 5, "rounds": None}
+    server = {"algorithm": "ByzPG", "num_agents": 5, "rounds": None, "aggregator": "Median"}
     settings = [settings_of(**server, attack=attack) for attack in ("RandomAction", "RewardFlip")]
     both = simulation_of(*settings)
     states, _ = both.run(both.start(), [LARGE], 0, only_large=True)
