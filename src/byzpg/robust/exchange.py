@@ -232,27 +232,31 @@ class _Messages:
 
     knowledge: Knowledge
     shared: SharedRows
-    false_row: Array  # [K], the index of the row that a Byzantine agent sends instead of its vector
+    true_row: Array  # [K], the index of an agent's vector: those of honest agents come first, then the attackers'
     equivocal: bool  # attackers send different messages to different receivers
 
     @classmethod
     def sent(cls, setting: _Setting, knowledge: Knowledge) -> "_Messages":
         """Ask the attackers for their messages, once if they do not equivocate."""
-        vectors, byzantine, num_agents = knowledge.vectors, knowledge.byzantine, knowledge.num_agents
-        num_attackers, attack = len(byzantine), setting.attack
-        agents = jnp.arange(num_agents)
-        shared_rows, shared_usable = vectors, is_sound(vectors)
-        honest = knowledge.honest
-        first = honest[jnp.argmax(shared_usable[honest])]
+        vectors, byzantine, honest = knowledge.vectors, knowledge.byzantine, knowledge.honest
+        num_agents, num_attackers, attack = knowledge.num_agents, len(byzantine), setting.attack
+        agents, order = jnp.arange(num_agents), jnp.append(honest, byzantine)
+        shared_rows = vectors[order]
         equivocal = num_attackers > 0 and _num_answers(attack, setting.phase, knowledge, agents) > 1
-        if not equivocal:
-            false_rows = attack.messages(setting.phase, knowledge, agents[:1])[0] if num_attackers else vectors[:0]
-            shared_rows = jnp.concatenate([vectors, false_rows])
-            shared_usable = jnp.append(shared_usable, is_sound(false_rows))
-        majority = num_agents - setting.num_byzantine
-        shared = SharedRows.around(shared_rows, shared_usable, first=first, majority=majority, candidates=num_agents)
-        false_row = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(num_attackers))
-        return cls(knowledge, shared, false_row, equivocal)
+        if num_attackers and not equivocal:
+            false_rows = attack.messages(setting.phase, knowledge, agents[:1])[0]
+            shared_rows = jnp.concatenate([shared_rows, false_rows])
+        usable = is_sound(shared_rows)
+        shared = SharedRows.around(
+            shared_rows,
+            usable,
+            first=jnp.argmax(usable[: len(honest)]),
+            majority=num_agents - setting.num_byzantine,
+            candidates=num_agents,
+            num_common=len(honest),
+        )
+        true_row = jnp.zeros(num_agents, int).at[order].set(agents)
+        return cls(knowledge, shared, true_row, equivocal)
 
     def to_each(self, setting: _Setting, receivers: Array) -> Array:
         """Return the messages that only one receiver holds [receiver, Byzantine sender, d]."""
@@ -265,7 +269,8 @@ class _Messages:
         """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers."""
         agents = jnp.arange(self.knowledge.num_agents)
         truthful = self.knowledge.is_honest | (agents == receiver)
-        place = jnp.where(truthful, agents, self.false_row)
+        # The false row of attacker j comes b rows after its true one.
+        place = jnp.where(truthful, self.true_row, self.true_row + len(self.knowledge.byzantine))
         return Cloud.of(self.shared, private, is_sound(private), place=place, own=own)
 
     def bytes_per_receiver(self, rule: Rule) -> int:
