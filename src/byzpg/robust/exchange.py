@@ -7,7 +7,7 @@ A receiver's own row is always its true vector, at Byzantine agents too: they se
 an honest state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +24,8 @@ from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors
 
 # Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
 GROUP_BYTES = 2**30
+# On a CPU, a group's own messages take no more than this: memory that is used again is faster than more of it.
+MESSAGE_BYTES = 2**26
 
 Phase = Literal["gradients", "parameters"]
 
@@ -217,7 +219,7 @@ def _exchange(
     messages = _Messages.sent(setting, knowledge)
     receivers, stands_for = _receivers(setting, messages)
     at_group = partial(_at_group, setting, messages, key)
-    here = _in_groups(at_group, setting.shards.part(receivers), messages.bytes_per_receiver(setting.rule))
+    here = _in_groups(at_group, setting.shards.part(receivers), messages.receivers_at_once(setting.rule))
     results, weights = setting.shards.whole(here, len(receivers))
     if stands_for is not None:
         results = results[stands_for]
@@ -273,13 +275,18 @@ class _Messages:
         place = jnp.where(truthful, self.true_row, self.true_row + len(self.knowledge.byzantine))
         return Cloud.of(self.shared, private, is_sound(private), place=place, own=own)
 
-    def bytes_per_receiver(self, rule: Rule) -> int:
-        """Estimate the memory that applying the rule at one receiver takes."""
+    def receivers_at_once(self, rule: Rule) -> int:
+        """Return how many receivers fit into memory at once, by an estimate of what one of them takes."""
         num_agents, num_attackers = self.knowledge.num_agents, len(self.knowledge.byzantine)
-        rows = 2 * num_attackers * self.equivocal + 2 + (0 if rule.has_weights else 2 * num_agents)
-        # A cloud's mixing, its Gram matrix and the distances, each held twice.
-        matrices = 6 * (num_agents + num_attackers) ** 2
-        return 4 * (rows * self.knowledge.vectors.shape[1] + matrices)
+        message = 4 * self.knowledge.vectors.shape[1]
+        own = message * (2 * num_attackers * self.equivocal + 2)
+        copies = 0 if rule.has_weights else 2 * num_agents * message
+        # A cloud's mixing, its inner products and the distances, each held twice.
+        matrices = 24 * (num_agents + num_attackers) ** 2
+        fit = GROUP_BYTES // (own + copies + matrices)
+        if jax.default_backend() == "cpu":
+            fit = min(fit, max(2, MESSAGE_BYTES // own))
+        return max(1, fit)
 
 
 def _num_answers(attack: Attack, phase: Phase, knowledge: Knowledge, receivers: Array) -> int:
@@ -334,14 +341,33 @@ def _diameter(rows: Array) -> Array:
     return jnp.sqrt(jnp.max(squared_distances(dot(rows, rows.T))))
 
 
-def _in_groups(function, receivers: Array, bytes_per_receiver: int):
-    """Return function(receivers), computed for one group at a time: groups of equal size, as few as memory allows."""
+def _in_groups(function: Callable[[Array], Any], receivers: Array, at_once: int) -> Any:
+    """Return function(receivers), computed for one group at a time: groups of equal size, of at most `at_once`."""
     num_receivers = len(receivers)
-    num_groups = -(-num_receivers * bytes_per_receiver // GROUP_BYTES)
-    group = -(-num_receivers // max(1, min(num_groups, num_receivers)))
+    group = -(-num_receivers // -(-num_receivers // at_once))
     num_groups = -(-num_receivers // group)
     if num_groups == 1:
         return function(receivers)
-    padded = jnp.pad(receivers, (0, num_groups * group - num_receivers), mode="edge")
-    outputs = lax.map(function, padded.reshape(num_groups, group))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:num_receivers], outputs)
+
+    def start(number: Array | int) -> Array:
+        return jnp.clip(number * group, 0, num_receivers - group)  # the last group may overlap with the one before
+
+    def stored(results: Any, part: Any, number: Array | int) -> Any:
+        return jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start(number), 0), results, part
+        )
+
+    def step(number: Array, carry: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+        # The next group and the last results wait for one step. XLA would otherwise fuse choosing the group and storing
+        # its results with the rule, and run that more slowly and on one thread.
+        current, previous, results = carry
+        following = lax.dynamic_slice_in_dim(receivers, start(number + 1), group)
+        return following, function(current), stored(results, previous, number - 1)
+
+    first = receivers[:group]
+    function = jax.jit(function)  # so that it is traced once
+    shapes = jax.eval_shape(function, first)
+    none_yet = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    results = jax.tree.map(lambda leaf: jnp.zeros((num_receivers, *leaf.shape[1:]), leaf.dtype), shapes)
+    _, last, results = lax.fori_loop(0, num_groups, step, (first, none_yet, results))
+    return stored(results, last, num_groups - 1)

@@ -358,7 +358,7 @@ class Cloud:
         )
 
     def rows(self, members: Array | None = None) -> tuple[list[Array], list[Array]]:
-        """Return the n points [1, d] as a list, in any order, and which are `members` [n] (default: the usable ones)."""
+        """Return the points [1, d] as a list, in any order, and which of them are `members` [n] (default: usable)."""
         if members is None:
             members = self.usable
         if self.place is None:
