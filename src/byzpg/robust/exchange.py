@@ -170,14 +170,14 @@ def exchange(
         shards=shards,
     )
     with clear_search_errors():
-        exchanged = _exchange(setting, vectors, byzantine, jnp.asarray(iteration), key)
+        exchanged = _exchange(setting, vectors, byzantine, iteration, key)
         if not isinstance(exchanged[0], Tracer):
             jax.block_until_ready(exchanged)
     return exchanged
 
 
 def _check_byzantine(byzantine: Vectors | Sequence[int], num_agents: int) -> Array:
-    indices = jnp.asarray(byzantine)
+    indices = byzantine if isinstance(byzantine, Array) else jnp.asarray(byzantine)
     if indices.size == 0:
         indices = indices.astype(int)
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -206,12 +206,12 @@ class _Setting:
 
 @partial(jax.jit, static_argnames="setting")
 def _exchange(
-    setting: _Setting, vectors: Array, byzantine: Array, iteration: Array, key: Array
+    setting: _Setting, vectors: Array, byzantine: Array, iteration: int | Array, key: Array
 ) -> tuple[Array, Diagnostics | None]:
     knowledge = Knowledge(
         vectors=vectors,
         byzantine=byzantine,
-        iteration=iteration,
+        iteration=jnp.asarray(iteration),
         key=attack_key(key),
         rule=setting.rule,
         num_byzantine=setting.num_byzantine,
