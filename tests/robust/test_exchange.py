@@ -344,7 +344,7 @@ WATCHED = WatchedSplit(scale=3.0)
 @pytest.mark.parametrize(
     ("rule", "attack", "size"),
     [
-        (agreement.GDA(), WATCHED, 15_500),  # three groups of four, so one receiver is asked twice
+        (agreement.GDA(), WATCHED, 17_000),  # three groups of four, so one receiver is asked twice
         (agreement.GDA(), WATCHED, 1),  # one by one
         (aggregators.TrimmedMean(), attacks.SignFlip(), 7500),  # one for the honest, and each attacker
         (BUCKETS, attacks.SignFlip(), 250),
@@ -356,7 +356,7 @@ def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
     group_bytes(size)
     results, _ = ask(rule, attack)
     # First it is asked for the shape of its answer to all receivers, then for messages.
-    assert WATCHED.asked == {15_500: [K, 4], 1: [K, 1]}.get(size, [])
+    assert WATCHED.asked == {17_000: [K, 4], 1: [K, 1]}.get(size, [])
     assert_law(results, rule, attack)
 
 

@@ -2,7 +2,9 @@
 
 Sorting K values in each of millions of coordinates is the whole cost of the median rules. A sorting network is a fixed
 list of (min, max) pairs. XLA therefore fuses it with the code that consumes the sorted values into one vectorised pass
-over memory, which it does not do for `jnp.sort` on a CPU.
+over memory, which it does not do for `jnp.sort` on a CPU. All values must have the same rank, from the arrays that they
+are slices of to the result: on a reshape in between, XLA gives up on one pass and computes most of the network again
+for each of a hundred passes.
 """
 
 from functools import lru_cache
@@ -33,12 +35,26 @@ def sorting_network(width: int) -> tuple[tuple[int, int], ...]:
     return tuple(comparators)
 
 
-def ascending(values: list[Array]) -> list[Array]:
-    """Return the same values, elementwise in ascending order. There must be no NaN among them."""
+@lru_cache
+def selection_network(width: int, ranks: range) -> tuple[tuple[int, int], ...]:
+    """Return the comparators of the sorting network that the outputs of these ranks depend on."""
+    needed, comparators = set(ranks), []
+    for comparator in reversed(sorting_network(width)):
+        if not needed.isdisjoint(comparator):
+            needed.update(comparator)
+            comparators.append(comparator)
+    return tuple(reversed(comparators))
+
+
+def ascending(values: list[Array], ranks: range | None = None) -> list[Array]:
+    """Return the same values, elementwise in ascending order. There must be no NaN among them.
+
+    If only the values of some 0-based `ranks` are needed, the others are any values.
+    """
     if len(values) > NETWORK_LIMIT:
         return list(sort(jnp.stack(values), axis=0))
     values = list(values)
-    for low, high in sorting_network(len(values)):
+    for low, high in selection_network(len(values), range(len(values)) if ranks is None else ranks):
         values[low], values[high] = (
             lax.min(values[low], values[high]),
             lax.max(values[low], values[high]),
@@ -108,7 +124,7 @@ def kth_smallest(values: Array, rank: int) -> Array:
     width = values.shape[-1]
     if width > MATRIX_NETWORK_LIMIT:
         return sort(values, axis=-1)[..., rank]
-    return ascending([values[..., j] for j in range(width)])[rank]
+    return ascending([values[..., j] for j in range(width)], range(rank, rank + 1))[rank]
 
 
 def sum_of_smallest(values: Array, count: int | Array) -> Array:
@@ -116,7 +132,8 @@ def sum_of_smallest(values: Array, count: int | Array) -> Array:
     width = values.shape[-1]
     if width > MATRIX_NETWORK_LIMIT:
         return jnp.sum(jnp.where(jnp.arange(width) < count, sort(values, axis=-1), 0), axis=-1)
-    columns = ascending([values[..., j] for j in range(width)])
+    ranks = range(count if isinstance(count, int) else width)
+    columns = ascending([values[..., j] for j in range(width)], ranks)
     zero = jnp.zeros_like(columns[0])
     if isinstance(count, int):
         return sum(columns[:count], zero)
