@@ -217,12 +217,13 @@ def measure_shards(num_devices: int, num_agents: int, width: int, path: str) -> 
     simulation = simulated(config)
     memory = simulation.compiled([LARGE], only_large=True).memory_analysis()
     states, seconds = simulation.start(), []
+    start = simulation.fetched(states)[0].agents.parameters
     for _ in range(4):
         started = time.perf_counter()
         states, _ = simulation.run(states, [LARGE], -1, only_large=True)
         seconds.append(time.perf_counter() - started)
     parameters = simulation.fetched(states)[0].agents.parameters
-    np.save(path, parameters)
+    np.save(path, parameters - start)
     written = memory.output_size_in_bytes - memory.alias_size_in_bytes
     sizes = [memory.argument_size_in_bytes, memory.temp_size_in_bytes, written]
     print(json.dumps({"sizes": sizes, "seconds": min(seconds[1:]), "dimension": parameters.shape[2]}))
@@ -239,14 +240,14 @@ def shards(arguments: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 path = f"{folder}/parameters.npy"
                 now = result(child("shard", str(number), str(size), str(arguments.width), path))
-                parameters = np.load(path)
-            alone = alone or (now, parameters)
+                moved = np.load(path)
+            alone = alone or (now, moved)
             share = sum(now["sizes"]) / sum(alone[0]["sizes"])
             sizes = " | ".join(f"{each / 2**20:.1f}" for each in now["sizes"])
-            difference = np.abs(parameters - alone[1]).max()
+            difference = np.linalg.norm(moved - alone[1]) / np.linalg.norm(alone[1])
             figures = f"{sizes} | {share:.0%} | {now['seconds']:.2f} | {difference:.1g}"
             print(f"| {size} | {now['dimension']:,} | {number} | {figures} |", flush=True)
-    print("\nDifference: the largest of any parameter from that of one device, after four iterations.")
+    print("\nDifference: from where one device gets in four iterations, divided by how far that is.")
 
 
 def measure_large(name: str, num_agents: int, dimension: int) -> None:
