@@ -32,6 +32,9 @@ MOST_CENTRE_MOVES = 8
 LARGE_PRODUCT = 2**21
 TILE = 2048
 
+# A sum of at most so many private rows is fused with computing them. For more, a product is faster.
+UNROLLED_SUM = 32
+
 
 def dot(left: Array, right: Array) -> Array:
     """Return the matrix product in full float32, on accelerators too."""
@@ -347,14 +350,18 @@ class Cloud:
 
     def combine(self, coefficients: Array) -> Array:
         """Return Σ_j u_j x_j [d] for affine coefficients u [n + 1]."""
-        stored = self._of_stored(coefficients[None])[0]
+        alone = self.private is None and self.mixing is None
+        stored = coefficients[None] if alone else self._of_stored(coefficients[None])
         if self.private is not None:
-            return self._stored_sum(stored[None])[0]
+            num_shared, centre = len(self.shared.raw), self.shared.centre
+            total = dot(stored[:, :num_shared], self.shared.centred)
+            total += _sum_around(centre, stored[0, num_shared:-1], self.private)
+            return _around(centre, stored, total)[0]
         # Around the row with the largest coefficient, so that rules without distances need no search for a centre.
         raw = self.shared.raw
-        index = jnp.argmax(stored[:-1])
+        index = jnp.argmax(stored[0, :-1])
         centre = jnp.where(self.shared.usable[index], raw[index], 0)
-        return _around(centre, stored[None], dot(stored[None, :-1], _centred(raw, centre)))[0]
+        return _around(centre, stored, dot(stored[:, :-1], _centred(raw, centre)))[0]
 
     def _of_stored(self, coefficients: Array) -> Array:
         """Return coefficients [m, n + 1] of points as coefficients [m, c + p + 1] of stored rows."""
@@ -431,6 +438,14 @@ class Cloud:
 def _towards_origin(centred: Array, shared: SharedRows) -> Array:
     """Return the inner products of the origin with these rows, all of them around the centre."""
     return dot(centred, -shared.centre)
+
+
+def _sum_around(centre: Array, weights: Array, rows: Array) -> Array:
+    """Return Σ_j w_j (x_j − centre), [1, d], for weights [m] and rows [m, d]."""
+    if len(rows) > UNROLLED_SUM:
+        return dot(weights[None], _centred(rows, centre))
+    terms = (weights[j] * _centred(rows[j : j + 1], centre) for j in range(len(rows)))
+    return sum(terms, jnp.zeros_like(centre[None]))
 
 
 def _around(centre: Array, stored: Array, total: Array) -> Array:
