@@ -2,16 +2,16 @@
 
 Rows that all receivers hold are multiplied once. Messages that attackers sent to one receiver alone are multiplied for
 that receiver. This is done for a group of receivers at a time, so the K × b × d such messages never exist at once.
-Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows.
+A group whose receivers hold the same rows as those before them is skipped.
 
 A receiver's own row is always its true vector, at Byzantine agents too: they send false messages to others, but keep
 an honest state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -279,23 +279,33 @@ class _Messages:
         vectors = self.knowledge.vectors
         return jnp.zeros((len(receivers), 0, vectors.shape[1]), vectors.dtype)
 
-    def different(self, setting: _Setting, receivers: Array) -> Array:
-        """Return the rows that not all receivers hold [receiver, b, d], as bits; NaN where a row has no influence."""
+    def different(self, setting: _Setting, receivers: Array, private: Array) -> tuple[Array, Array]:
+        """Return the rows that not all receivers hold [receiver, b, d], and which of them have influence."""
         knowledge, shared = self.knowledge, self.shared
-        byzantine, num_agents = knowledge.byzantine, knowledge.num_agents
-        sent = self.to_each(setting, receivers) if self.equivocal else shared.raw[None, num_agents:]
-        rows = jnp.where((receivers[:, None] == byzantine)[:, :, None], knowledge.truth(), sent)
+        num_agents = knowledge.num_agents
+        sent = private if self.equivocal else shared.raw[None, num_agents:]
+        rows = jnp.where(self.is_own(receivers)[:, :, None], knowledge.truth(), sent)
         counts = is_sound(rows)
         if setting.rule.ignores_far_rows:
             honest = knowledge.is_honest & shared.usable[:num_agents]
             from_centre = jnp.diagonal(shared.gram)[:num_agents]
             reach = jnp.max(jnp.where(honest, from_centre, 0))
-            own = jnp.where(receivers < num_agents, from_centre.at[receivers].get(mode="clip"), 0)
-            reach = jnp.maximum(reach, own)[:, None]
-            far = jnp.sum(jnp.square(rows - shared.centre), axis=2) > FAR**2 * reach
+            reach = jnp.maximum(reach, from_centre.at[receivers].get(mode="fill", fill_value=0))
+            far = jnp.sum(jnp.square(rows - shared.centre), axis=2) > FAR**2 * reach[:, None]
             counts &= ~(far & (jnp.sum(honest) >= num_agents - setting.num_byzantine))
-        integer = jnp.int32 if rows.dtype.itemsize == 4 else jnp.int64
-        return lax.bitcast_convert_type(jnp.where(counts[:, :, None], rows, jnp.nan), integer)
+        return rows, counts
+
+    def is_own(self, receivers: Array) -> Array:
+        """Return which attackers the receivers are [receiver, b]."""
+        return receivers[:, None] == self.knowledge.byzantine
+
+    def truth_held_by(self, receiver: Array, own: Array | None) -> Cloud:
+        """Return what one receiver holds without false messages, as if they had not arrived."""
+        agents = jnp.arange(self.knowledge.num_agents)
+        no_rows = self.knowledge.vectors[:0]
+        sender = self.sender[: len(self.shared.raw)]
+        cloud = Cloud.of(self.shared, no_rows, is_sound(no_rows), place=agents, sender=sender, own=own)
+        return replace(cloud, usable=cloud.usable & (self.knowledge.is_honest | (agents == receiver)))
 
     def held_by(self, receiver: Array, private: Array, own: Array | None) -> Cloud:
         """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers."""
@@ -343,72 +353,90 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     The rule is applied to one group of receivers after the other: groups of equal size, as few as memory allows.
     """
     num_receivers = len(receivers)
-    at_group = partial(_at_group, setting, messages, key)
     limit = min(GROUP_BYTES, GROUP_BYTES_ON_CPU) if jax.default_backend() == "cpu" else GROUP_BYTES
     num_groups = -(-num_receivers * messages.bytes_per_receiver(setting.rule) // limit)
     group = -(-num_receivers // max(1, min(num_groups, num_receivers)))
     num_groups = -(-num_receivers // group)
     if num_groups == 1:
-        return at_group(receivers)
+        return _at_group(setting, messages, key, receivers, messages.to_each(setting, receivers))
 
-    def padded(each: Array) -> Array:
-        return jnp.pad(each, (0, num_groups * group - num_receivers), mode="edge").reshape(num_groups, group)
-
+    groups = jnp.pad(receivers, (0, num_groups * group - num_receivers), mode="edge").reshape(num_groups, group)
+    at_group = partial(_at_group, setting, messages, key)
     if setting.rule.differs_by_receiver:
-        outputs = lax.map(at_group, padded(receivers))
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:num_receivers], outputs)
-
-    is_new = ~_same_as_before(setting, messages, padded(receivers)).ravel()[:num_receivers]
-    firsts = padded(receivers[jnp.nonzero(is_new, size=num_receivers, fill_value=0)[0]])
-    num_new = jnp.sum(is_new)
-    shapes = jax.eval_shape(at_group, firsts[0])
-
-    def fill(state: tuple[Array, Any]) -> tuple[Array, Any]:
-        number, outputs = state
-        found = at_group(firsts[number])
-        return number + 1, jax.tree.map(lambda whole, part: whole.at[number].set(part), outputs, found)
-
-    _, outputs = lax.while_loop(
-        lambda state: state[0] * group < num_new,
-        fill,
-        (jnp.int32(0), jax.tree.map(lambda leaf: jnp.zeros((num_groups, *leaf.shape), leaf.dtype), shapes)),
-    )
-    stands_for = jnp.cumsum(is_new) - 1
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[stands_for], outputs)
+        outputs = lax.map(lambda group: at_group(group, messages.to_each(setting, group)), groups)
+    else:
+        outputs = _skipping_equals(setting, messages, at_group, groups)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:num_receivers], outputs)
 
 
-def _same_as_before(setting: _Setting, messages: _Messages, groups: Array) -> Array:
-    """Return which receivers [group, receiver] certainly get the result of the receiver before them."""
+NOBODY = -1
+
+
+class _Last(NamedTuple):
+    """The receiver before a group."""
+
+    rows: Array  # those that not all receivers hold [b, d], as bits
+    has_own: Array  # 1 if its own vector is usable, 0 if not, NOBODY if there is no receiver before the group
+    outputs: Any
+
+
+def _skipping_equals(
+    setting: _Setting, messages: _Messages, at_group: Callable[[Array, Array | None], Any], groups: Array
+) -> Any:
+    """Return the outputs of all groups. A group is skipped if its receivers all hold the rows of the one before it."""
     knowledge = messages.knowledge
-
-    def compare(last: tuple[Array, Array], receivers: Array) -> tuple[tuple[Array, Array], Array]:
-        rows = messages.different(setting, receivers)
-        has_own = messages.shared.usable.at[receivers].get(mode="fill", fill_value=True)
-        before = jax.tree.map(lambda one, all_: jnp.concatenate([one[None], all_[:-1]]), last, (rows, has_own))
-        same = jnp.all(rows == before[0], axis=(1, 2)) & (has_own == before[1])
-        return (rows[-1], has_own[-1]), same
-
     integer = jnp.int32 if knowledge.vectors.dtype.itemsize == 4 else jnp.int64
-    nothing = jnp.zeros((len(knowledge.byzantine), knowledge.vectors.shape[1]), integer)
-    _, same = lax.scan(compare, (nothing, jnp.asarray(False)), groups)
-    return same.at[0, 0].set(False)
+
+    def visit(last: _Last, receivers: Array) -> tuple[_Last, Any]:
+        private = messages.to_each(setting, receivers)
+        rows, counts = messages.different(setting, receivers, private)
+        bits = lax.bitcast_convert_type(jnp.where(counts[:, :, None], rows, jnp.nan), integer)
+        has_own = messages.shared.usable.at[receivers].get(mode="fill", fill_value=True).astype(jnp.int32)
+        is_new = jnp.any(bits != last.rows) | jnp.any(has_own != last.has_own)
+        outputs = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (len(receivers), *leaf.shape)), last.outputs)
+        false_counts = jnp.asarray(True)
+        if setting.rule.ignores_far_rows:
+            false_counts = jnp.any(counts & ~messages.is_own(receivers))
+            outputs = _where(is_new & ~false_counts, lambda: at_group(receivers, None), outputs)
+        outputs = _where(is_new & false_counts, lambda: at_group(receivers, private), outputs)
+        return _Last(bits[-1], has_own[-1], jax.tree.map(lambda leaf: leaf[-1], outputs)), outputs
+
+    def empty(leaf: Array | jax.ShapeDtypeStruct) -> Array:
+        return jnp.zeros(leaf.shape[1:], leaf.dtype)
+
+    shapes = jax.eval_shape(at_group, groups[0], jax.eval_shape(partial(messages.to_each, setting), groups[0]))
+    no_rows = jnp.zeros((len(knowledge.byzantine), knowledge.vectors.shape[1]), integer)
+    first = _Last(no_rows, jnp.int32(NOBODY), jax.tree.map(empty, shapes))
+    return lax.scan(visit, first, groups)[1]
 
 
-def _at_group(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
-    """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K] at a group of receivers."""
+def _where(condition: Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+    """Return compute() if the condition holds. Under vmap, unlike lax.cond, skip it where the condition never holds."""
+    start = condition, otherwise
+    return lax.while_loop(lambda state: state[0], lambda _: (jnp.zeros_like(condition), compute()), start)[1]
+
+
+def _at_group(
+    setting: _Setting, messages: _Messages, key: Array, receivers: Array, private: Array | None
+) -> tuple[Array, Array | None]:
+    """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K] at a group of receivers.
+
+    Where `private` is None, no false messages have arrived; else they are those of `to_each`.
+    """
     rule = setting.rule
 
-    def at_receiver(receiver: Array, private: Array) -> tuple[Array, Array | None]:
+    def at_receiver(receiver: Array, private: Array | None) -> tuple[Array, Array | None]:
+        own = None if setting.at_server else receiver
         applied = apply_at_receiver(
             rule,
-            messages.held_by(receiver, private, own=None if setting.at_server else receiver),
+            messages.truth_held_by(receiver, own) if private is None else messages.held_by(receiver, private, own),
             num_byzantine=setting.num_byzantine,
             key=rule_key(key, receiver),
             with_weights=setting.diagnose and rule.has_weights,
         )
         return applied.result, applied.weights
 
-    return jax.vmap(at_receiver)(receivers, messages.to_each(setting, receivers))
+    return jax.vmap(at_receiver)(receivers, private)
 
 
 def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weights: Array | None) -> Diagnostics:
