@@ -17,6 +17,9 @@ from jax import Array, lax
 NETWORK_LIMIT = 128
 MATRIX_NETWORK_LIMIT = 32
 
+# Rows that are summed in advance.
+BLOCK = 32
+
 
 @lru_cache
 def sorting_network(width: int) -> tuple[tuple[int, int], ...]:
@@ -90,11 +93,30 @@ def sum_of_ranks(common: Array, extra: Array, first: Array, stop: Array) -> Arra
         first: The lowest 0-based rank.
         stop: The rank after the highest; at most c + p.
     """
-    total = jnp.zeros_like(common[0])
     low, high = (_num_common(common, extra, rank) for rank in (first, stop))
-    for values, begin, end in ((common, low, high), (extra, first - low, stop - high)):
-        index = jnp.arange(len(values))[:, None]
-        total += jnp.sum(jnp.where((begin <= index) & (index < end), values, 0), axis=0)
+    total = _sum_between(common, low, high)
+    return total + _sum_between(extra, first - low, stop - high) if len(extra) else total
+
+
+def _sum_between(values: Array, first: Array, stop: Array) -> Array:
+    """Return Σ values[j] for first ≤ j < stop, both [d], in each column of values [n, d].
+
+    Blocks of rows are summed once for all receivers, and only the rows of the first and last block for each of them.
+    A difference of cumulative sums would be cheaper still, but one large value would spoil all later ones.
+    """
+    number = len(values)
+    padding = -number % BLOCK
+    blocks = jnp.sum(jnp.pad(values, ((0, padding), (0, 0))).reshape(-1, BLOCK, values.shape[1]), axis=1)
+    first_block, last_block = -(-first // BLOCK), stop // BLOCK
+    index = jnp.arange(len(blocks))[:, None]
+    total = jnp.sum(jnp.where((first_block <= index) & (index < last_block), blocks, 0), axis=0)
+    # Before the first whole block, and from the last one on; if there is none, both ends are in the same block.
+    end = jnp.minimum(first_block * BLOCK, stop)
+    begin = jnp.maximum(last_block * BLOCK, end)
+    for low, high in ((first, end), (begin, stop)):
+        row = low + jnp.arange(BLOCK)[:, None]
+        at_end = jnp.take_along_axis(values, jnp.minimum(row, number - 1), axis=0)
+        total += jnp.sum(jnp.where(row < high, at_end, 0), axis=0)
     return total
 
 
