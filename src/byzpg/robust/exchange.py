@@ -385,23 +385,32 @@ class _Messages:
         vectors = self.knowledge.vectors
         return jnp.zeros((len(receivers), 0, vectors.shape[1]), vectors.dtype)
 
-    def different(self, setting: _Setting, receivers: Array) -> Array:
-        """Return the rows that not all receivers hold [receiver, b, d], as bits; NaN where a row has no influence."""
+    def different(self, setting: _Setting, receivers: Array, private: Array) -> tuple[Array, Array]:
+        """Return the rows that not all receivers hold [receiver, b, d], and which of them have influence."""
         knowledge, shared = self.knowledge, self.shared
-        byzantine, num_agents = knowledge.byzantine, knowledge.num_agents
-        sent = self.to_each(setting, receivers) if self.equivocal else shared.raw[None, num_agents:]
-        rows = jnp.where((receivers[:, None] == byzantine)[:, :, None], knowledge.truth(), sent)
+        num_agents = knowledge.num_agents
+        sent = private if self.equivocal else shared.raw[None, num_agents:]
+        rows = jnp.where(self.is_own(receivers)[:, :, None], knowledge.truth(), sent)
         counts = is_sound(rows)
         if setting.rule.ignores_far_rows:
             honest = knowledge.is_honest & self.has_own
             from_centre = jnp.diagonal(shared.inner)[self.true_row]
             reach = jnp.max(jnp.where(honest, from_centre, 0))
-            own = jnp.where(receivers < num_agents, from_centre.at[receivers].get(mode="clip"), 0)
-            reach = jnp.maximum(reach, own)[:, None]
-            far = jnp.sum(jnp.square(rows - shared.centre), axis=2) > FAR**2 * reach
+            reach = jnp.maximum(reach, from_centre.at[receivers].get(mode="fill", fill_value=0))
+            far = jnp.sum(jnp.square(rows - shared.centre), axis=2) > FAR**2 * reach[:, None]
             counts &= ~(far & (jnp.sum(honest) >= num_agents - setting.num_byzantine))
-        integer = jnp.int32 if rows.dtype.itemsize == 4 else jnp.int64
-        return lax.bitcast_convert_type(jnp.where(counts[:, :, None], rows, jnp.nan), integer)
+        return rows, counts
+
+    def is_own(self, receivers: Array) -> Array:
+        """Return which attackers the receivers are [receiver, b]."""
+        return receivers[:, None] == self.knowledge.byzantine
+
+    def truth_held_by(self, receiver: Array, own: Array | None) -> Cloud:
+        """Return what one receiver holds without false messages, as if they had not arrived."""
+        no_rows, sender = self.knowledge.vectors[:0], self.sender[: len(self.shared.raw)]
+        cloud = Cloud.of(self.shared, no_rows, is_sound(no_rows), place=self.true_row, sender=sender, own=own)
+        truthful = self.knowledge.is_honest | (jnp.arange(self.knowledge.num_agents) == receiver)
+        return replace(cloud, usable=cloud.usable & truthful)
 
     def held_by(self, receiver: Array, private: Array, own: Array | None) -> Cloud:
         """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers."""
@@ -454,9 +463,9 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     The rule is applied to one group of receivers after the other: groups of equal size, as few as memory allows.
     """
     at_once = messages.receivers_at_once(setting)
-    at_group = partial(_at_group, setting, messages, key)
     if len(receivers) <= at_once:
-        return at_group(receivers)
+        return _at_group(setting, messages, key, receivers)
+    at_group = partial(_at_group_of_many, setting, messages, key)
     if setting.rule.differs_by_receiver:
         return _in_groups(at_group, receivers, at_once, len(receivers))
     is_new = ~_same_as_before(setting, messages, receivers, at_once)
@@ -466,39 +475,66 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     return jax.tree.map(lambda leaf: leaf[stands_for], found)
 
 
+def _at_group_of_many(
+    setting: _Setting, messages: _Messages, key: Array, receivers: Array
+) -> tuple[Array, Array | None]:
+    """As `_at_group`, where many receivers are worth more code: without false messages that have no influence."""
+    if not setting.rule.ignores_far_rows:
+        return _at_group(setting, messages, key, receivers)
+    with_false, without = (partial(_at_group, setting, messages, key, receivers, told=told) for told in (True, False))
+    _, counts = messages.different(setting, receivers, messages.to_each(setting, receivers))
+    influenced = jnp.any(counts & ~messages.is_own(receivers))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(without))
+    return _where(influenced, with_false, _where(~influenced, without, nothing))
+
+
+def _where(condition: Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+    """Return compute() if the condition holds. Under vmap, unlike lax.cond, skip it where the condition never holds."""
+    start = condition, otherwise
+    return lax.while_loop(lambda state: state[0], lambda _: (jnp.zeros_like(condition), compute()), start)[1]
+
+
 def _same_as_before(setting: _Setting, messages: _Messages, receivers: Array, at_once: int) -> Array:
     """Return which receivers certainly get the result of the receiver before them."""
     knowledge = messages.knowledge
     has_own = jnp.append(messages.has_own, True)  # at a server, nothing is missing
+    integer = jnp.int32 if knowledge.vectors.dtype.itemsize == 4 else jnp.int64
 
     def compare(last: tuple[Array, Array], receivers: Array) -> tuple[tuple[Array, Array], Array]:
-        here = messages.different(setting, receivers), has_own[receivers]
+        rows, counts = messages.different(setting, receivers, messages.to_each(setting, receivers))
+        bits = lax.bitcast_convert_type(jnp.where(counts[:, :, None], rows, jnp.nan), integer)
+        here = bits, has_own[receivers]
         before = jax.tree.map(lambda one, all_: jnp.concatenate([one[None], all_[:-1]]), last, here)
         same = jnp.all(here[0] == before[0], axis=(1, 2)) & (here[1] == before[1])
         return (here[0][-1], here[1][-1]), same
 
-    integer = jnp.int32 if knowledge.vectors.dtype.itemsize == 4 else jnp.int64
     nothing = jnp.zeros((len(knowledge.byzantine), knowledge.vectors.shape[1]), integer)
     groups = jnp.pad(receivers, (0, -len(receivers) % at_once), mode="edge").reshape(-1, at_once)
     _, same = lax.scan(compare, (nothing, jnp.asarray(False)), groups)
     return same.ravel()[: len(receivers)].at[0].set(False)
 
 
-def _at_group(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
-    """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K] at a group of receivers."""
+def _at_group(
+    setting: _Setting, messages: _Messages, key: Array, receivers: Array, *, told: bool = True
+) -> tuple[Array, Array | None]:
+    """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K] at a group of receivers.
+
+    Unless they are `told` anything false, no false messages have arrived.
+    """
     rule = setting.rule
 
-    def at_receiver(receiver: Array, private: Array) -> tuple[Array, Array | None]:
+    def at_receiver(receiver: Array, private: Array | None) -> tuple[Array, Array | None]:
+        own = None if setting.at_server else receiver
         applied = apply_at_receiver(
             rule,
-            messages.held_by(receiver, private, own=None if setting.at_server else receiver),
+            messages.truth_held_by(receiver, own) if private is None else messages.held_by(receiver, private, own),
             num_byzantine=setting.num_byzantine,
             key=rule_key(key, receiver),
             with_weights=setting.diagnose and rule.has_weights,
         )
         return applied.result, applied.weights
 
-    return jax.vmap(at_receiver)(receivers, messages.to_each(setting, receivers))
+    return jax.vmap(at_receiver)(receivers, messages.to_each(setting, receivers) if told else None)
 
 
 def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weights: Array | None) -> Diagnostics:
