@@ -29,10 +29,10 @@ SEEDS, AGENTS, COORDINATES = "seed", "agent", "coordinate"  # axes of the mesh: 
 BY_SEED, EVERYWHERE = PartitionSpec(SEEDS), PartitionSpec()
 BY_COORDINATE = PartitionSpec(None, None, COORDINATES)  # of vectors [row, agent, d]
 
-# If all vectors of an exchange take more bytes than this, they are divided among devices by coordinate. A device would
-# otherwise hold about ten times as much for its state and messages. Small vectors are exchanged faster where every
-# device holds all of them: there are fewer and shorter waits of devices for each other.
-MOST_BYTES_ON_EACH = 2**26
+# If all vectors of an exchange take more bytes than this, they are divided among devices by coordinate. Every device
+# would otherwise hold all of them, about twenty times over in its state and messages. What rules do with K × K matrices
+# is then done on all devices: with small vectors and many agents that is most of the work, so receivers are divided.
+MOST_BYTES_ON_EACH = 2**23
 
 # Shorter compilation, on CPUs by the first option and on GPUs by the second, for programs that then run about as fast.
 # What the user sets in XLA_FLAGS takes precedence.
