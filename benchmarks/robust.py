@@ -3,20 +3,30 @@
     python benchmarks/robust.py                      # the three smaller sizes, and MDA's own table
     python benchmarks/robust.py --sizes 100x1000000  # K = 100, d = 1,000,000
     python benchmarks/robust.py --sizes 5x50         # a quick check
+    python benchmarks/robust.py --against            # side by side with ByzFL and ByzPy: pip install 'byzpg[against]'
 
 Baselines: (a) the naive NumPy twin of each rule (benchmarks/references/twins.py), called once per receiver; (b) the
 matrix products that any rule based on distances needs: one K × K × d product for the rows that all receivers share,
 and one f × K × d product per receiver for the messages that only this receiver gets (NumPy's BLAS or XLA, whichever is
 faster). Our time includes computing the attack's messages. Times are the best of several runs.
+
+`--against` gives other libraries the same rows and parameters, as NumPy arrays and as torch tensors where both work,
+and counts the faster of the two. It prints how far their result is from ours, relative to the largest entry. Calls take
+turns, so that they share what else the machine does. One receiver is a plain call. All receivers are our exchange, and
+for a library one call per receiver. Some results differ by design: ByzPy's median of an even number of values is the
+lower middle one; the subsets of MDA tie; ByzFL and ByzPy look for CAF's direction in one and three random steps.
 """
 
 import argparse
+import importlib
 import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +82,12 @@ def best_ms(function: Callable, repeats: int) -> float:
         jax.block_until_ready(function())
         times.append(time.perf_counter() - start)
     return 1e3 * min(times)
+
+
+def best_of_each(functions: list[Callable], repeats: int) -> list[float]:
+    """As `best_ms` for each function, in turns, so that they share what else the machine does."""
+    rounds = [[best_ms(function, 1) for function in functions] for _ in range(repeats)]
+    return [min(times) for times in zip(*rounds, strict=True)]
 
 
 def vectors(num_agents: int, dimension: int) -> np.ndarray:
@@ -179,10 +195,101 @@ def least_diameter() -> None:
         print(f"| one round of 100 receivers, f = 24, {attack} | {best_ms(one_round, 3):.3g} |", flush=True)
 
 
+AGAINST_SIZES = [(64, 65_536, 8), (13, 4_996, 3)]
+
+
+def shared_rules(num_agents: int, f: int) -> dict[str, tuple[aggregators.Aggregator, Callable | None, Callable | None]]:
+    """Rules that another library has too: ours, ByzFL's and ByzPy's, which map rows to a result."""
+    byzfl = importlib.import_module("byzfl")
+    pre = importlib.import_module("byzpy.pre_aggregators")
+    by_coordinate, by_distance, by_norm = (
+        importlib.import_module(f"byzpy.aggregators.{kind}_wise") for kind in ("coordinate", "geometric", "norm")
+    )
+
+    def listed(rule: Any, first: Any = None) -> Callable:
+        return lambda rows: rule.aggregate(first.pre_aggregate(list(rows)) if first else list(rows))
+
+    rules = {
+        "Mean": (aggregators.Mean(), byzfl.Average(), None),
+        "Median": (aggregators.Median(), byzfl.Median(), listed(by_coordinate.CoordinateWiseMedian())),
+        "TrimmedMean": (
+            aggregators.TrimmedMean(),
+            byzfl.TrMean(f),
+            listed(by_coordinate.CoordinateWiseTrimmedMean(f)),
+        ),
+        "MeaMed": (aggregators.MeaMed(), byzfl.Meamed(f), listed(by_coordinate.MeanOfMedians(f))),
+        "Krum": (aggregators.Krum(), byzfl.Krum(f), listed(by_distance.Krum(f))),
+        "MultiKrum": (
+            aggregators.MultiKrum(),
+            byzfl.MultiKrum(f),
+            listed(by_distance.MultiKrum(f, num_agents - f)),
+        ),
+        "RFA, 8 steps from zero": (aggregators.RFA.reference(), byzfl.GeometricMedian(nu=0.1, T=8), None),
+        "RFA": (aggregators.RFA(), None, listed(by_distance.GeometricMedian(init="mean"))),
+        "MoNNA": (aggregators.MoNNA(pivot=0), byzfl.MoNNA(f, idx=0), listed(by_distance.MoNNA(f))),
+        "CenteredClipping from zero": (
+            aggregators.CenteredClipping(radius=10.0, start="zero"),
+            lambda rows: byzfl.CenteredClipping(L=3, tau=10.0)(rows),  # it keeps its last result as the next start
+            listed(by_norm.CenteredClipping(c_tau=10.0, M=3, init="zero")),
+        ),
+        "CAF": (aggregators.CAF(), byzfl.CAF(f), listed(by_norm.CAF(f))),
+        "NNM(TrimmedMean)": (
+            aggregators.NNM(aggregators.TrimmedMean()),
+            lambda rows: byzfl.TrMean(f)(byzfl.NNM(f)(rows)),
+            listed(by_coordinate.CoordinateWiseTrimmedMean(f), pre.NearestNeighborMixing(f)),
+        ),
+        "ARC(TrimmedMean)": (
+            aggregators.ARC(aggregators.TrimmedMean()),
+            lambda rows: byzfl.TrMean(f)(byzfl.ARC(f)(rows)),
+            listed(by_coordinate.CoordinateWiseTrimmedMean(f), pre.ARC(f)),
+        ),
+    }
+    if num_agents <= 13:  # they try all subsets
+        rules["MDA"] = (aggregators.MDA(), byzfl.MDA(f), listed(by_distance.MinimumDiameterAveraging(f)))
+    return rules
+
+
+def against(num_agents: int, dimension: int, f: int) -> None:
+    torch = importlib.import_module("torch")
+    rows, key = vectors(num_agents, dimension), jax.random.key(0)
+    on_device, tensors, attackers = jnp.asarray(rows), torch.asarray(rows), jnp.arange(num_agents - f, num_agents)
+    repeats = 7 if rows.size > 1e6 else 50
+    print(f"\n### Side by side: K = {num_agents}, d = {dimension:,}, f = {f}\n")
+    print(
+        "| rule | library | difference | theirs, ms | ours, ms | ratio | all receivers: theirs, ms | ours, ms | ratio |"
+    )
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    for name, (rule, *theirs) in shared_rules(num_agents, f).items():
+        everywhere = aggregators.MoNNA() if name == "MoNNA" else rule  # each receiver's pivot is its own row
+
+        def all_receivers(rule: aggregators.Aggregator = everywhere) -> jax.Array:
+            return exchange(rule, on_device, byzantine=attackers, attack=ATTACK, num_byzantine=f, key=key)[0]
+
+        all_receivers()
+        ours_all = best_ms(all_receivers, max(2, repeats // 3))
+        call = jax.jit(lambda rows, rule=rule: rule(rows, num_byzantine=f))
+        result = np.asarray(call(on_device))
+        for library, function in zip(("ByzFL", "ByzPy"), theirs, strict=True):
+            if function is None:
+                continue
+            difference = np.max(np.abs(np.asarray(function(tensors)) - result)) / np.max(np.abs(result))
+            inputs = (tensors, rows.copy()) if library == "ByzFL" else (tensors,)  # ByzPy takes tensors if it can
+            ours, *once = best_of_each(
+                [partial(call, on_device), *(partial(function, data) for data in inputs)], repeats
+            )
+            one, every = min(once), num_agents * min(once)
+            print(
+                f"| {name} | {library} | {difference:.0e} | {one:.3g} | {ours:.3g} | {one / ours:.1f}× "
+                f"| {every:.3g} | {ours_all:.3g} | {every / ours_all:.0f}× |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["13x386", "13x4996", "50x100000"], metavar="KxD")
     parser.add_argument("--one", choices=list(RULES), help="measure this rule alone at the first size: ms, f, peak GiB")
+    parser.add_argument("--against", action="store_true", help="compare with ByzFL and ByzPy instead")
     arguments = parser.parse_args()
     sizes = [tuple(int(part) for part in size.split("x")) for size in arguments.sizes]
     if arguments.one:
@@ -191,6 +298,10 @@ def main() -> None:
     print(
         f"JAX {jax.__version__} on {jax.devices()[0].platform}, {len(os.sched_getaffinity(0))} cores, attack {ATTACK}"
     )
+    if arguments.against:
+        for size in AGAINST_SIZES:
+            against(*size)
+        return
     for num_agents, dimension in sizes:
         (large_table if num_agents * dimension > 5e7 else table)(num_agents, dimension)
     if len(sizes) > 1:

@@ -2,6 +2,7 @@
 
     python benchmarks/scale.py agents               # seconds per iteration and peak memory at K = 13, 100 and 1,000
     python benchmarks/scale.py agents --sizes 13    # a quick check
+    python benchmarks/scale.py peers                # 1,000 agents without a server, also while attackers equivocate
     python benchmarks/scale.py shards               # memory of each of 1, 2, 4 and 8 devices, for a large policy
     python benchmarks/scale.py large                # one exchange at d = 10⁷ against the bandwidth, 10⁸ on paper
     python benchmarks/scale.py large --dimension 1000000    # as much as a CPU can do quickly
@@ -13,6 +14,11 @@ server (one round of agreement by MDA or GDA) and with one. Every case runs in i
 adds up the parts of an iteration. These are play, which grows linearly in K, and the time of each rule at one
 receiver, times the number of receivers that hold different vectors. From the same parts follows the cost of an
 iteration when every agent has its own machine and link.
+
+`peers`: the same without a server, for attackers that send the same to all (AvgZero), one thing to each half of the
+agents (Equivocate) and something else to each agent (LargeNoise), at a tenth of the agents and at the most that the
+rule of agreement tolerates. Devices are those of `byzpg train`, one per core. Baseline: a limit of 10 s per iteration
+and 4 GiB.
 
 `shards`: one DecByzPG federation on CartPole-v1 with two hidden layers of 512, whose vectors are divided by coordinate
 among virtual devices of the CPU. Baseline: one device. Memory is what the compiler plans for one device: arguments (the
@@ -51,6 +57,8 @@ METHODS = ("averaging", "server", "MDA", "GDA")
 SIZES = (13, 100, 1000)
 DIMENSION = 386  # of CartPole's policy
 LINK = 1e9  # bits/s
+ATTACKS = ("AvgZero", "Equivocate", "LargeNoise")
+MOST_SECONDS, MOST_BYTES = 10, 4 * 2**30  # the limits of `peers`
 
 
 def child(*arguments: str, core: int | None = None, **environment: str) -> subprocess.Popen[str]:
@@ -108,11 +116,7 @@ def measure_agents(method: str, num_agents: int, aggregator: str, iterations: in
 
     simulation = simulated(method_config(method, num_agents, aggregator))
     seconds = timed(simulation, iterations, 3)
-    device = jax.devices()[0]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device.platform != "cpu":
-        peak = device.memory_stats()["peak_bytes_in_use"]
-    print(json.dumps({"seconds": seconds, "peak": peak, "device": device.device_kind}))
+    print(json.dumps({"seconds": seconds, "peak": peak_memory(), "device": jax.devices()[0].device_kind}))
 
 
 def measure_rule(name: str, num_agents: int) -> None:
@@ -181,6 +185,45 @@ def agents(arguments: argparse.Namespace) -> None:
         link = 8 * max(agent, server) / LINK
         figures = f"{agent / 1e6:.3g} | {server / 1e6:.3g} | {link:.3g} | {rules_seconds:.3g} | {play:.2g}"
         print(f"| {method} | {messages:,} | {figures} |", flush=True)
+
+
+def peak_memory() -> int:
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return device.memory_stats()["peak_bytes_in_use"]
+
+
+def measure_peers(method: str, attack: str, num_agents: int, num_byzantine: int) -> None:
+    from byzpg.federation.devices import Hardware
+    from byzpg.federation.simulator import LARGE
+
+    Hardware().start()
+    config = method_config(method, num_agents, "TrimmedMean")
+    simulation = simulated(replace(config, attack=attack, num_byzantine=num_byzantine))
+    states, seconds = simulation.start(), []
+    for _ in range(4):
+        started = time.perf_counter()
+        states, _ = simulation.run(states, [LARGE], -1, only_large=True)
+        seconds.append(time.perf_counter() - started)
+    compiled, later = seconds[0], statistics.median(seconds[1:])
+    print(json.dumps({"seconds": later, "compile": compiled - later, "peak": peak_memory()}))
+
+
+def peers(arguments: argparse.Namespace) -> None:
+    print("| K | f | agreement | attack | s per iteration | of 10 s | compilation, s | peak memory | of 4 GiB |")
+    print("|---:|---:|---|---|---:|---:|---:|---:|---:|")
+    size = arguments.size
+    for method, most in (("MDA", (size - 1) // 4), ("GDA", (size - 1) // 5)):
+        for num_byzantine in (size // 10, most):
+            for attack in ATTACKS:
+                case = ("peer", method, attack, str(size), str(num_byzantine))
+                now = result(child(*case, JAX_ENABLE_COMPILATION_CACHE="false"))
+                speed = f"{now['seconds']:.3g} | {now['seconds'] / MOST_SECONDS:.0%} | {now['compile']:.0f}"
+                memory = f"{now['peak'] / 2**20:,.0f} MiB | {now['peak'] / MOST_BYTES:.0%}"
+                print(f"| {size:,} | {num_byzantine} | {method} | {attack} | {speed} | {memory} |", flush=True)
 
 
 # Large policies
@@ -284,9 +327,7 @@ def measure_large(name: str, num_agents: int, dimension: int) -> None:
     device = jax.devices()[0]
     plain, diagnosed = program(False), program(True)
     jax.block_until_ready(diagnosed(vectors))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device.platform != "cpu":
-        peak = device.memory_stats()["peak_bytes_in_use"]
+    peak = peak_memory()
     seconds = [seconds_of(plain), seconds_of(diagnosed)]
     copy = 2 * vectors.nbytes / seconds_of(jax.jit(lambda rows: 2 * rows))
     temporaries = diagnosed.memory_analysis().temp_size_in_bytes / vectors.nbytes
@@ -456,6 +497,14 @@ def main() -> None:
     command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     command.add_argument("--aggregator", default="TrimmedMean")
     command.set_defaults(run=agents)
+    command = commands.add_parser("peers")
+    command.add_argument("--size", type=int, default=SIZES[-1])
+    command.set_defaults(run=peers)
+    command = commands.add_parser("peer")  # a case of `peers`
+    command.add_argument("case", nargs=4)
+    command.set_defaults(
+        run=lambda given: measure_peers(given.case[0], given.case[1], int(given.case[2]), int(given.case[3]))
+    )
     command = commands.add_parser("shards")
     command.add_argument("--sizes", type=int, nargs="+", default=(8, 13), help="K")
     command.add_argument("--width", type=int, default=512, help="of both hidden layers")

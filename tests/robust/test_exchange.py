@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import twins
 
-from byzpg.robust import aggregators, agreement, attacks
+from byzpg.robust import aggregators, agreement, attacks, least_diameter
 from byzpg.robust import exchange as module
 from byzpg.robust.attacks import Knowledge
 from byzpg.robust.exchange import attack_key, exchange, rule_key
@@ -34,16 +34,16 @@ def ask(rule, attack, phase: Any = "gradients", attackers=ATTACKERS, vectors=Non
 
 
 @partial(jax.jit, static_argnames=("attack", "phase", "rule"))
-def messages(attack, phase, attackers, vectors, receivers, rule) -> jax.Array:
-    knowledge = Knowledge(vectors, attackers, jnp.asarray(0), attack_key(KEY), rule, F)
+def messages(attack, phase, attackers, vectors, receivers, rule, key) -> jax.Array:
+    knowledge = Knowledge(vectors, attackers, jnp.asarray(0), attack_key(key), rule, F)
     sent = attack.messages(phase, knowledge, receivers)
     return jnp.broadcast_to(sent, (len(receivers), *sent.shape[1:]))
 
 
-def held(attack, phase, attackers, vectors, receivers, rule=None) -> np.ndarray:
+def held(attack, phase, attackers, vectors, receivers, rule=None, key=KEY) -> np.ndarray:
     """What each of `receivers` holds [r, K, d]: true vectors, except for the messages of the other attackers."""
     rule = rule if attack.uses_rule else None
-    sent = np.asarray(messages(attack, phase, np.asarray(attackers), vectors, np.asarray(receivers), rule))
+    sent = np.asarray(messages(attack, phase, np.asarray(attackers), vectors, np.asarray(receivers), rule, key))
     rows = np.tile(np.asarray(vectors), (len(receivers), 1, 1))
     for position, receiver in enumerate(receivers):
         for attacker, message in zip(attackers, sent[position], strict=True):
@@ -344,7 +344,7 @@ WATCHED = WatchedSplit(scale=3.0)
 @pytest.mark.parametrize(
     ("rule", "attack", "size"),
     [
-        (agreement.GDA(), WATCHED, 15_500),  # three groups of four, so one receiver is asked twice
+        (agreement.GDA(), WATCHED, 17_000),  # three groups of four, so one receiver is asked twice
         (agreement.GDA(), WATCHED, 1),  # one by one
         (aggregators.TrimmedMean(), attacks.SignFlip(), 7500),  # one for the honest, and each attacker
         (BUCKETS, attacks.SignFlip(), 250),
@@ -356,8 +356,78 @@ def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
     group_bytes(size)
     results, _ = ask(rule, attack)
     # First it is asked for the shape of its answer to all receivers, then for messages.
-    assert WATCHED.asked == {15_500: [K, 4], 1: [K, 1]}.get(size, [])
+    assert WATCHED.asked == {17_000: [K, 4], 1: [K, 1]}.get(size, [])
     assert_law(results, rule, attack)
+
+
+@dataclass(frozen=True)
+class Scripted(attacks.MessageAttack):
+    """Receivers in runs of up to three get the same messages. Each is true, repeated, close, far or not finite."""
+
+    needs_key: ClassVar[bool] = True
+    target: attacks.Target = "both"
+
+    def false_messages(self, knowledge, receivers):
+        truth = knowledge.truth()[0]
+        honest = knowledge.vectors[knowledge.honest]
+
+        def to(receiver):
+            key = jax.random.fold_in(knowledge.key, receiver // 3)
+            kind, chosen, step = (
+                jax.random.randint(jax.random.fold_in(key, purpose), (len(truth), 1), 0, limit)
+                for purpose, limit in enumerate((6, len(honest), 4))
+            )
+            message = jnp.select(
+                [kind == number for number in range(5)],
+                [truth, honest[chosen[:, 0]], honest[chosen[:, 0]] + step, truth + 30 * step, 1e6 * (1 + truth)],
+                jnp.nan,
+            )
+            return jnp.where((kind == 4) & (step == 0), jnp.inf, message)
+
+        return jax.vmap(to)(receivers)
+
+
+def naive(rule, rows, receiver) -> np.ndarray:
+    """`by_hand`, where the result is defined."""
+    usable = np.isfinite(rows).all(axis=1)
+    if usable.sum() < K - F or (rule.needs_own and not usable[receiver]):
+        return np.full(rows.shape[1], np.nan)
+    return by_hand(rule, rows, receiver)
+
+
+SHARED = (agreement.MDA(), agreement.GDA(), aggregators.TrimmedMean(), aggregators.Median())
+
+
+@pytest.mark.parametrize("size", [1, 15_500])
+@pytest.mark.parametrize("rule", SHARED, ids=str)
+def test_many_receivers_share_their_work(rule, size, group_bytes, monkeypatch):
+    """What large federations use, at a size that can be done by hand: integers, so that ties are real."""
+    monkeypatch.setattr(least_diameter, "TABLE_LIMIT", 0)
+    monkeypatch.setattr(aggregators, "NETWORK_LIMIT", 0)
+    group_bytes(size)
+    rng = np.random.default_rng(0)
+    for trial in range(24):
+        vectors = rng.integers(-2, 3, (K, 3)).astype(np.float32)
+        vectors[rng.permutation(K)[: trial % 4]] = vectors[0]  # identical rows
+        if trial % 6 == 5:
+            vectors[HONEST[trial % 9], 1] = np.nan
+        key = jax.random.key(trial)
+        results, _ = ask(rule, Scripted(), "parameters", vectors=vectors, key=key)
+        for receiver, rows in enumerate(held(Scripted(), "parameters", ATTACKERS, vectors, range(K), key=key)):
+            expected = naive(rule, rows, receiver)
+            np.testing.assert_allclose(results[receiver], expected, rtol=1e-5, atol=1e-5, err_msg=f"{trial} {receiver}")
+
+
+@pytest.mark.parametrize("size", [1, 2**30])
+@pytest.mark.parametrize("attack", [attacks.SignFlip(target="both"), SPLIT], ids=str)
+def test_no_result_without_an_own_vector_and_none_lost_for_it(attack, size, group_bytes):
+    """One receiver stands for others, but not one that has no result itself."""
+    group_bytes(size)
+    vectors = true_vectors()
+    vectors[0, 2] = np.nan
+    results = np.asarray(ask(agreement.MDA(), attack, "parameters", attackers=(1,), vectors=vectors)[0])
+    assert np.isnan(results[0]).all()
+    assert np.isfinite(results[1:]).all()
 
 
 def largest_intermediate(rule, attack) -> int:

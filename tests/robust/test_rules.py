@@ -39,7 +39,7 @@ def test_a_call_an_exchange_and_a_receiver_agree(rule: Rule):
     assert bool(called.defined) == bool(applied.defined) is True
     assert called.weights is None
     exchanged, _ = exchange(rule, ROWS, byzantine=[], attack=NoAttack(), num_byzantine=F)
-    np.testing.assert_allclose(exchanged[OWN], called.result, rtol=1e-6)
+    np.testing.assert_allclose(exchanged[OWN], called.result, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.needs_own], ids=str)

@@ -12,8 +12,8 @@ rows: four honest ones around (2, 2), and one from an attacker.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -144,42 +144,48 @@ class Mean(WeightedAggregator):
         return cloud.mean_of(cloud.usable)
 
 
-def _sorted(rows: list[Array], usable: list[Array]) -> tuple[list[Array], Array]:
-    """Sort the values of each coordinate, missing ones last as +∞; also return the number of usable rows."""
+def _sorted(rows: list[Array], usable: list[Array], ranks: range) -> tuple[list[Array], Array]:
+    """Sort the values of each coordinate, missing ones last as +∞; also return the number of usable rows.
+
+    Only the values of these 0-based `ranks` are where they belong.
+    """
     values = [jnp.where(here, row, jnp.inf) for row, here in zip(rows, usable, strict=True)]
-    return ascending(values), lax.optimization_barrier(jnp.sum(jnp.stack(usable)))
+    return ascending(values, ranks), lax.optimization_barrier(jnp.sum(jnp.stack(usable)))
 
 
-def _sum_between(values: list[Array], first: Array, stop: Array) -> Array:
-    """Σ values[j] for first ≤ j < stop."""
+def _sum_between(values: list[Array], first: Array, stop: Array, ranks: range) -> Array:
+    """Σ values[j] for first ≤ j < stop, all of which are known to be among `ranks`."""
     return sum(
-        (jnp.where((first <= j) & (j < stop), value, 0) for j, value in enumerate(values)),
+        (jnp.where((first <= j) & (j < stop), values[j], 0) for j in ranks),
         jnp.zeros_like(values[0]),
     )
 
 
-def _mean_of_ranks(cloud: Cloud, ranks: Callable[[Array], tuple[Array, Array]]) -> Array:
-    """In each coordinate, average the values of 0-based ranks first, …, stop − 1, for (first, stop) = ranks(n)."""
-    if cloud.mixing is None and cloud.num_stored <= NETWORK_LIMIT:
-        values, num_usable = _sorted(*cloud.rows())
-        first, stop = ranks(num_usable)
-        return _sum_between(values, first, stop) / (stop - first)
-    first, stop = ranks(jnp.sum(cloud.usable))
+def _mean_of_ranks(cloud: Cloud, first: Array, stop: Array) -> Array:
+    """In each coordinate, average the values of 0-based ranks first, …, stop − 1, however many rows there are."""
     return sum_of_ranks(*cloud.ascending(), first, stop) / (stop - first)
 
 
-def _middle(num_usable: Array) -> tuple[Array, Array]:
-    """The ranks [first, stop) whose mean is the median."""
-    return (num_usable - 1) // 2, num_usable // 2 + 1
+def _middle_ranks(fewest: int, most: int) -> range:
+    """The 0-based ranks among which is the median of `fewest` to `most` values."""
+    return range((fewest - 1) // 2, most // 2 + 1)
 
 
-def _mean_around_median(rows: list[Array], usable: list[Array], count: Array | int) -> Array:
-    """In each coordinate, average the `count` usable values nearest to their median; ties go to the smaller value."""
-    values, num_usable = _sorted(rows, usable)
-    first, stop = _middle(num_usable)
-    median = _sum_between(values, first, stop) / (stop - first)
-    gaps = [jnp.where(here, jnp.abs(row - median), jnp.inf) for row, here in zip(rows, usable, strict=True)]
-    limit = _sum_between(ascending(gaps), jnp.asarray(count) - 1, jnp.asarray(count))
+def _middle(values: list[Array], num_usable: Array, ranks: range) -> Array:
+    """The median of the first `num_usable` of ascending values; it is among `ranks`."""
+    low, high = (num_usable - 1) // 2, num_usable // 2
+    return _sum_between(values, low, high + 1, ranks) / (high - low + 1)
+
+
+def _gaps(rows: list[Array], usable: list[Array], centre: Array) -> list[Array]:
+    return [jnp.where(here, jnp.abs(row - centre), jnp.inf) for row, here in zip(rows, usable, strict=True)]
+
+
+def _mean_near(rows: list[Array], gaps: list[Array], median: Array, limit: Array, count: Array | int) -> Array:
+    """In each coordinate, average the `count` values nearest to the median; ties go to the smaller value.
+
+    The `limit` is the largest gap between such a value and the median.
+    """
     zero = jnp.zeros_like(median)
     num_inside, num_below = zero, zero
     total = zero
@@ -205,7 +211,12 @@ class Median(Aggregator):
     """
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        return _mean_of_ranks(cloud, _middle)
+        num_rows = cloud.num_points
+        if num_rows > NETWORK_LIMIT:
+            num_usable = jnp.sum(cloud.usable)
+            return _mean_of_ranks(cloud, (num_usable - 1) // 2, num_usable // 2 + 1)
+        ranks = _middle_ranks(num_rows - num_byzantine, num_rows)
+        return _middle(*_sorted(*cloud.rows(), ranks), ranks)[0]
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         return 4 * (1 + num_byzantine / (num_agents - 2 * num_byzantine)) ** 2
@@ -224,11 +235,16 @@ class TrimmedMean(Aggregator):
     """
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        def inner(num_usable: Array) -> tuple[Array, Array]:
+        if cloud.num_points > NETWORK_LIMIT:
+            num_usable = jnp.sum(cloud.usable)
             trim = _faults_left(cloud.num_points, num_usable, num_byzantine)
-            return trim, num_usable - trim
-
-        return _mean_of_ranks(cloud, inner)
+            return _mean_of_ranks(cloud, trim, num_usable - trim)
+        # The n − f' smallest of n usable values are as many as the K − f smallest of all: missing ones count as +∞.
+        keep = cloud.num_points - num_byzantine
+        values, num_usable = _sorted(*cloud.rows(), range(keep))
+        trim = _faults_left(cloud.num_points, num_usable, num_byzantine)
+        total = sum(values[num_byzantine:keep], _sum_between(values, trim, trim + keep, range(num_byzantine)))
+        return total[0] / (keep - trim)
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         ratio = num_byzantine / (num_agents - 2 * num_byzantine)
@@ -248,7 +264,14 @@ class MeaMed(Aggregator):
     """
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
-        return _mean_around_median(*cloud.rows(), cloud.num_points - num_byzantine)
+        num_rows, count = cloud.num_points, cloud.num_points - num_byzantine
+        rows, usable = cloud.rows()
+        values, num_usable = _sorted(rows, usable, range(num_rows))
+        median = _middle(values, num_usable, _middle_ranks(count, num_rows))
+        # The values nearest to the median are neighbours in the sorted list, so the limit is that of the best window.
+        windows = zip(values, values[count - 1 :], strict=False)
+        limit = reduce(jnp.minimum, [jnp.maximum(median - low, high - median) for low, high in windows])
+        return _mean_near(rows, _gaps(rows, usable, median), median, limit, count)[0]
 
 
 @dataclass(frozen=True)
@@ -285,7 +308,15 @@ class Bulyan(Aggregator):
             return left & (jnp.arange(len(left)) != best)
 
         left = lax.fori_loop(0, num_usable - 2 * faults, pick, cloud.usable)
-        return _mean_around_median(*cloud.rows(cloud.usable & ~left), num_usable - 4 * faults)
+        # With m missing rows, f' = f − m: so K − 2f + m rows were selected, and K − 4f + 3m of them count.
+        most, fewest, least = (cloud.num_points - number * num_byzantine for number in (1, 2, 4))
+        rows, selected = cloud.rows(cloud.usable & ~left)
+        ranks = _middle_ranks(fewest, most)
+        median = _middle(*_sorted(rows, selected, ranks), ranks)
+        gaps = _gaps(rows, selected, median)
+        count, ranks = num_usable - 4 * faults, range(least - 1, most)
+        limit = _sum_between(ascending(gaps, ranks), count - 1, count, ranks)
+        return _mean_near(rows, gaps, median, limit, count)[0]
 
 
 # Rules that select or weight whole rows
@@ -567,7 +598,7 @@ class CAF(WeightedAggregator):
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         num_usable = jnp.sum(cloud.usable)
         least_weight = num_usable - 2 * _faults_left(cloud.num_points, num_usable, num_byzantine)
-        gram = cloud.gram[:-1, :-1]
+        gram = cloud.inner
 
         def step(state: _FilterState) -> _FilterState:
             weights = state.weights
@@ -686,7 +717,7 @@ class NNM(PreAggregator):
     def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         keep = cloud.num_points - num_byzantine
         near = smallest(cloud.distances(), keep) & cloud.usable[:, None] & cloud.usable[None, :]
-        near = near.astype(cloud.gram.dtype)
+        near = near.astype(cloud.inner.dtype)
         matrix = near / jnp.maximum(jnp.sum(near, axis=1, keepdims=True), 1)
         return jnp.pad(matrix, ((0, 0), (0, 1))), cloud.usable, key
 
@@ -832,7 +863,7 @@ class Bucketing(PreAggregator):
         place = jax.random.permutation(key, num_rows)
         bucket_of = jnp.zeros(num_rows, int).at[place].set(jnp.arange(num_rows) // size)
         member = (bucket_of[None, :] == jnp.arange(num_buckets)[:, None]) & cloud.usable[None, :]
-        member = member.astype(cloud.gram.dtype)
+        member = member.astype(cloud.inner.dtype)
         count = jnp.sum(member, axis=1, keepdims=True)
         matrix = jnp.pad(member / jnp.maximum(count, 1), ((0, 0), (0, 1)))
         return matrix, count[:, 0] > 0, jax.random.fold_in(key, 1)

@@ -155,7 +155,7 @@ def check_vectors(name: str, vectors: object) -> Array:
         raise TypeError(f"{name} must be an array [K, d] of float32, got {type(vectors).__name__}.")
     if dtype not in (jnp.float32, jnp.float64):
         raise TypeError(f"{name} must be float32 (or float64), got {dtype}; convert it with .astype('float32').")
-    array = jnp.asarray(vectors)
+    array = vectors if isinstance(vectors, Array) else jnp.asarray(vectors)
     if array.ndim != 2:
         raise ValueError(
             f"{name} must have two axes [K, d], one row per sender; got shape {array.shape}"

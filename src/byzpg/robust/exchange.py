@@ -8,7 +8,7 @@ A receiver's own row is always its true vector, at Byzantine agents too: they se
 an honest state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -23,10 +23,11 @@ from byzpg.robust.components import Vectors, check_num_byzantine, check_vectors,
 from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, squared_distances
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors
 
-# Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows. They
-# wait for each other. A GPU needs many of them to be busy; a CPU does not, and has a small cache.
+# Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
 GROUP_BYTES = 2**30
-GROUP_BYTES_ON_CPU = 2**27
+# On a CPU, a group's own messages and matrices take no more than this: memory that is used again is faster than more of
+# it, and receivers that search wait for each other, which a GPU needs to be busy and a CPU does not.
+GROUP_BYTES_ON_CPU = 2**26
 
 # A row so many times further out than all honest ones has no influence on a rule that `ignores_far_rows`. Let R be the
 # largest distance of an honest row from the centre. Honest rows are at most 2R apart, so a row further out than 3R is
@@ -188,7 +189,7 @@ def exchange(
 
 
 def _check_byzantine(byzantine: Vectors | Sequence[int], num_agents: int) -> Array:
-    indices = jnp.asarray(byzantine)
+    indices = byzantine if isinstance(byzantine, Array) else jnp.asarray(byzantine)
     if indices.size == 0:
         indices = indices.astype(int)
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -334,7 +335,7 @@ def _receive(
     if stands_for is not None:
         results, weights = jax.tree.map(lambda leaf: leaf[stands_for], (results, weights))
         if setting.rule.needs_own:
-            has_own = messages.shared.usable[: knowledge.num_agents, None]
+            has_own = messages.has_own[:, None]
             results, weights = jax.tree.map(lambda leaf: jnp.where(has_own, leaf, jnp.nan), (results, weights))
     return results, _diagnostics(setting, knowledge, results, weights) if diagnose else None
 
@@ -345,31 +346,37 @@ class _Messages:
 
     knowledge: Knowledge
     shared: SharedRows
-    false_row: Array  # [K], the index of the row that a Byzantine agent sends instead of its vector
+    true_row: Array  # [K], the index of an agent's vector: those of honest agents come first, then the attackers'
+    sender: Array  # [K + b], the agents that may have sent the stored rows: true vectors, then false ones
     witness: Array  # an honest agent, whose own vector is usable if that of any honest agent is
     equivocal: bool  # attackers send different messages to different receivers
 
     @classmethod
     def sent(cls, setting: _Setting, knowledge: Knowledge, false_rows: Array | None) -> "_Messages":
         """The messages of attackers that send `false_rows` [b, d] to all receivers, or None: that equivocate."""
-        vectors, byzantine, num_agents = knowledge.vectors, knowledge.byzantine, knowledge.num_agents
-        shared_rows, shared_usable = vectors, is_sound(vectors)
-        honest = knowledge.honest
-        first = honest[jnp.argmax(shared_usable[honest])]
-        if false_rows is not None:
-            shared_rows = jnp.concatenate([vectors, false_rows])
-            shared_usable = jnp.append(shared_usable, is_sound(false_rows))
-        majority = num_agents - setting.num_byzantine
-        shared = SharedRows.around(shared_rows, shared_usable, first=first, majority=majority, candidates=num_agents)
-        always = knowledge.is_honest & shared_usable[:num_agents]
-        shared = replace(shared, differing=byzantine, ascending=ascending_rows(vectors, always))
-        false_row = num_agents + jnp.zeros(num_agents, int).at[byzantine].set(jnp.arange(len(byzantine)))
-        return cls(knowledge, shared, false_row, first, equivocal=false_rows is None)
+        byzantine, honest, num_agents = knowledge.byzantine, knowledge.honest, knowledge.num_agents
+        order = jnp.append(honest, byzantine)
+        rows = knowledge.vectors[order]
+        if false_rows is not None and len(false_rows):
+            rows = jnp.concatenate([rows, false_rows])
+        usable = is_sound(rows)
+        first = jnp.argmax(usable[: len(honest)])
+        shared = SharedRows.around(
+            rows,
+            usable,
+            first=first,
+            majority=num_agents - setting.num_byzantine,
+            candidates=num_agents,
+            num_common=len(honest),
+        )
+        shared = replace(shared, ascending=ascending_rows(rows[: len(honest)], usable[: len(honest)]))
+        true_row = jnp.zeros(num_agents, int).at[order].set(jnp.arange(num_agents))
+        return cls(knowledge, shared, true_row, jnp.append(order, byzantine), honest[first], false_rows is None)
 
     @property
-    def sender(self) -> Array:
-        """The agents that may have sent the stored rows: true vectors, then false ones."""
-        return jnp.append(jnp.arange(self.knowledge.num_agents), self.knowledge.byzantine)
+    def has_own(self) -> Array:
+        """Which agents [K] have a usable vector of their own."""
+        return self.shared.usable[self.true_row]
 
     def to_each(self, setting: _Setting, receivers: Array) -> Array:
         """Return the messages that only one receiver holds [receiver, Byzantine sender, d]."""
@@ -386,8 +393,8 @@ class _Messages:
         rows = jnp.where((receivers[:, None] == byzantine)[:, :, None], knowledge.truth(), sent)
         counts = is_sound(rows)
         if setting.rule.ignores_far_rows:
-            honest = knowledge.is_honest & shared.usable[:num_agents]
-            from_centre = jnp.diagonal(shared.gram)[:num_agents]
+            honest = knowledge.is_honest & self.has_own
+            from_centre = jnp.diagonal(shared.inner)[self.true_row]
             reach = jnp.max(jnp.where(honest, from_centre, 0))
             own = jnp.where(receivers < num_agents, from_centre.at[receivers].get(mode="clip"), 0)
             reach = jnp.maximum(reach, own)[:, None]
@@ -400,16 +407,21 @@ class _Messages:
         """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers."""
         agents = jnp.arange(self.knowledge.num_agents)
         truthful = self.knowledge.is_honest | (agents == receiver)
-        place = jnp.where(truthful, agents, self.false_row)
+        # The false row of attacker j comes b rows after its true one.
+        place = jnp.where(truthful, self.true_row, self.true_row + len(self.knowledge.byzantine))
         return Cloud.of(self.shared, private, is_sound(private), place=place, sender=self.sender, own=own)
 
-    def bytes_per_receiver(self, rule: Rule) -> int:
-        """Estimate the memory that applying the rule at one receiver takes."""
+    def receivers_at_once(self, setting: _Setting) -> int:
+        """Return how many receivers fit into memory at once, by an estimate of what one of them takes."""
         num_agents, num_attackers = self.knowledge.num_agents, len(self.knowledge.byzantine)
-        rows = 2 * num_attackers * self.equivocal + 2 + (0 if rule.has_weights else 2 * num_agents)
-        # A cloud's mixing, its Gram matrix and the distances, each held twice.
-        matrices = 6 * (num_agents + num_attackers) ** 2
-        return 4 * (rows * self.knowledge.vectors.shape[1] + matrices)
+        message = 4 * self.knowledge.vectors.shape[1] // setting.shards.coordinates
+        # Its false messages, and its inner products and distances, each held twice.
+        own = message * (2 * num_attackers * self.equivocal + 2) + 24 * (num_agents + num_attackers) ** 2
+        copies = 0 if setting.rule.has_weights else 2 * num_agents * message
+        fit = GROUP_BYTES // (own + copies)
+        if jax.default_backend() == "cpu":
+            fit = min(fit, max(2, GROUP_BYTES_ON_CPU // own))
+        return max(1, fit)
 
 
 def _num_answers(attack: Attack, phase: Phase, knowledge: Knowledge, receivers: Array) -> int:
@@ -441,57 +453,35 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
 
     The rule is applied to one group of receivers after the other: groups of equal size, as few as memory allows.
     """
-    num_receivers = len(receivers)
+    at_once = messages.receivers_at_once(setting)
     at_group = partial(_at_group, setting, messages, key)
-    limit = min(GROUP_BYTES, GROUP_BYTES_ON_CPU) if jax.default_backend() == "cpu" else GROUP_BYTES
-    bytes_here = messages.bytes_per_receiver(setting.rule) // setting.shards.coordinates
-    num_groups = -(-num_receivers * bytes_here // limit)
-    group = -(-num_receivers // max(1, min(num_groups, num_receivers)))
-    num_groups = -(-num_receivers // group)
-    if num_groups == 1:
+    if len(receivers) <= at_once:
         return at_group(receivers)
-
-    def padded(each: Array) -> Array:
-        return jnp.pad(each, (0, num_groups * group - num_receivers), mode="edge").reshape(num_groups, group)
-
     if setting.rule.differs_by_receiver:
-        outputs = lax.map(at_group, padded(receivers))
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:num_receivers], outputs)
-
-    is_new = ~_same_as_before(setting, messages, padded(receivers)).ravel()[:num_receivers]
-    firsts = padded(receivers[jnp.nonzero(is_new, size=num_receivers, fill_value=0)[0]])
-    num_new = jnp.sum(is_new)
-    shapes = jax.eval_shape(at_group, firsts[0])
-
-    def fill(state: tuple[Array, Any]) -> tuple[Array, Any]:
-        number, outputs = state
-        found = at_group(firsts[number])
-        return number + 1, jax.tree.map(lambda whole, part: whole.at[number].set(part), outputs, found)
-
-    _, outputs = lax.while_loop(
-        lambda state: state[0] * group < num_new,
-        fill,
-        (jnp.int32(0), jax.tree.map(lambda leaf: jnp.zeros((num_groups, *leaf.shape), leaf.dtype), shapes)),
-    )
+        return _in_groups(at_group, receivers, at_once, len(receivers))
+    is_new = ~_same_as_before(setting, messages, receivers, at_once)
+    firsts = receivers[jnp.nonzero(is_new, size=len(receivers), fill_value=0)[0]]
+    found = _in_groups(at_group, firsts, at_once, jnp.sum(is_new))
     stands_for = jnp.cumsum(is_new) - 1
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[stands_for], outputs)
+    return jax.tree.map(lambda leaf: leaf[stands_for], found)
 
 
-def _same_as_before(setting: _Setting, messages: _Messages, groups: Array) -> Array:
-    """Return which receivers [group, receiver] certainly get the result of the receiver before them."""
+def _same_as_before(setting: _Setting, messages: _Messages, receivers: Array, at_once: int) -> Array:
+    """Return which receivers certainly get the result of the receiver before them."""
     knowledge = messages.knowledge
+    has_own = jnp.append(messages.has_own, True)  # at a server, nothing is missing
 
     def compare(last: tuple[Array, Array], receivers: Array) -> tuple[tuple[Array, Array], Array]:
-        rows = messages.different(setting, receivers)
-        has_own = messages.shared.usable.at[receivers].get(mode="fill", fill_value=True)
-        before = jax.tree.map(lambda one, all_: jnp.concatenate([one[None], all_[:-1]]), last, (rows, has_own))
-        same = jnp.all(rows == before[0], axis=(1, 2)) & (has_own == before[1])
-        return (rows[-1], has_own[-1]), same
+        here = messages.different(setting, receivers), has_own[receivers]
+        before = jax.tree.map(lambda one, all_: jnp.concatenate([one[None], all_[:-1]]), last, here)
+        same = jnp.all(here[0] == before[0], axis=(1, 2)) & (here[1] == before[1])
+        return (here[0][-1], here[1][-1]), same
 
     integer = jnp.int32 if knowledge.vectors.dtype.itemsize == 4 else jnp.int64
     nothing = jnp.zeros((len(knowledge.byzantine), knowledge.vectors.shape[1]), integer)
+    groups = jnp.pad(receivers, (0, -len(receivers) % at_once), mode="edge").reshape(-1, at_once)
     _, same = lax.scan(compare, (nothing, jnp.asarray(False)), groups)
-    return same.at[0, 0].set(False)
+    return same.ravel()[: len(receivers)].at[0].set(False)
 
 
 def _at_group(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
@@ -526,3 +516,36 @@ def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weight
 
 def _diameter(rows: Array) -> Array:
     return jnp.sqrt(jnp.max(squared_distances(dot(rows, rows.T))))
+
+
+def _in_groups(function: Callable[[Array], Any], receivers: Array, at_once: int, number: Array | int) -> Any:
+    """Return function(receivers), computed for one group of at most `at_once` at a time.
+
+    Only the results of the first `number` receivers are needed.
+    """
+    num_receivers = len(receivers)
+    group = -(-num_receivers // -(-num_receivers // at_once))
+    num_groups = -(-number // group)
+
+    def start(number: Array | int) -> Array:
+        return jnp.clip(number * group, 0, num_receivers - group)  # the last group may overlap with the one before
+
+    def stored(results: Any, part: Any, number: Array | int) -> Any:
+        return jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start(number), 0), results, part
+        )
+
+    def step(number: Array, carry: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+        # The next group and the last results wait for one step. XLA would otherwise fuse choosing the group and storing
+        # its results with the rule, and run that more slowly and on one thread.
+        current, previous, results = carry
+        following = lax.dynamic_slice_in_dim(receivers, start(number + 1), group)
+        return following, function(current), stored(results, previous, number - 1)
+
+    first = receivers[:group]
+    function = jax.jit(function)  # so that it is traced once
+    shapes = jax.eval_shape(function, first)
+    none_yet = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    results = jax.tree.map(lambda leaf: jnp.zeros((num_receivers, *leaf.shape[1:]), leaf.dtype), shapes)
+    _, last, results = lax.fori_loop(0, num_groups, step, (first, none_yet, results))
+    return stored(results, last, num_groups - 1)

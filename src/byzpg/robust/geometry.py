@@ -1,13 +1,14 @@
-"""What one receiver holds, as a cloud of points: its rows and their Gram matrix, and which vectors are sound.
+"""What one receiver holds, as a cloud of points: its rows and their inner products, and which vectors are sound.
 
 Rows that all receivers share are centred and multiplied once. Only rows that one receiver alone holds are multiplied
-for that receiver. A rule does not see the difference: it asks a `Cloud` for distances, and returns coefficients.
+for that receiver. A rule does not see the difference: it asks a `Cloud` for distances, and returns coefficients. What a
+rule does not ask for is not computed: XLA drops it.
 
-The Gram matrix is centred on a row inside the majority. Parameters may differ by 1e-5 at norm 10, and an uncentred
+Inner products are those around a row inside the majority. Parameters may differ by 1e-5 at norm 10, and an uncentred
 float32 Gram matrix would lose that difference to cancellation. The origin is one more point, for rules that clip norms.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from byzpg.robust.components import Vectors
-from byzpg.robust.order_statistics import sort
+from byzpg.robust.order_statistics import kth_smallest, sort
 
 # A longer row cannot be squared and summed safely in float32, so it is treated like one that is not finite.
 NORM_LIMIT = 1e18
@@ -25,6 +26,14 @@ NORM_LIMIT = 1e18
 CENTRE_SLACK = 8.0
 # Each move to a better centre regains three digits, so a few moves suffice at any distance.
 MOST_CENTRE_MOVES = 8
+
+# On a CPU, a product of a few long rows runs on one thread. Above this number of entries, the rows are cut into tiles
+# of so many columns, which are multiplied in parallel and fit into a core's cache.
+LARGE_PRODUCT = 2**21
+TILE = 2048
+
+# A sum of at most so many private rows is fused with computing them. For more, a product is faster.
+UNROLLED_SUM = 32
 
 
 def dot(left: Array, right: Array) -> Array:
@@ -76,9 +85,20 @@ def _centred(rows: Array, centre: Array) -> Array:
     return jnp.where(jnp.isfinite(rows), rows - centre, 0)
 
 
-def _gram(left: Array, right: Array, left_usable: Array, right_usable: Array) -> Array:
-    """Return the inner products; 0 where a row is not usable."""
-    return jnp.where(left_usable[:, None] & right_usable[None, :], dot(left, right.T), 0)
+def _row_products(left: Array, right: Array) -> Array:
+    """Return left @ right.T. Under vmap, XLA would compute the transpose as a copy."""
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def _inner_products(rows: Array, usable: Array) -> Array:
+    """Return the inner products [c, c] of the rows [c, d]; 0 where a row is not usable."""
+    num_rows, dimension = rows.shape
+    tiled = dimension - dimension % TILE if rows.size > LARGE_PRODUCT else 0
+    products = _row_products(rows[:, tiled:], rows[:, tiled:]) if tiled < dimension else 0
+    if tiled:
+        tiles = jnp.swapaxes(rows[:, :tiled].reshape(num_rows, -1, TILE), 0, 1)
+        products += jnp.sum(jax.vmap(_row_products)(tiles, tiles), axis=0)
+    return jnp.where(usable[:, None] & usable[None, :], products, 0)
 
 
 def ascending_rows(rows: Array, usable: Array) -> Array:
@@ -91,10 +111,9 @@ def ascending_rows(rows: Array, usable: Array) -> Array:
 class _CentreSearch:
     """The state of the search for a row to centre on."""
 
-    centre: Array  # [d]
-    centred: Array  # [c + 1, d], the rows and the origin minus the centre
-    gram: Array  # [c + 1, c + 1], of `centred`
-    proposal: Array  # index of the row to centre on next
+    centre: Array  # the index of the row
+    inner: Array  # [c, c], the inner products of the rows minus that row
+    proposal: Array  # the index of the row to centre on next
     improvable: Array  # bool: whether that row is much nearer to the majority than the present centre
     num_moves: Array
 
@@ -102,28 +121,32 @@ class _CentreSearch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedRows:
-    """Rows that all receivers hold, with the origin as one more row at the end of `centred` and `gram`.
+    """Rows from which every receiver holds some, around one of them.
 
     Attributes:
         raw: [c, d], as received.
+        usable: [c], bool.
         centre: [d], one of the rows.
-        centred: [c + 1, d], the rows and the origin minus the centre.
-        usable: [c + 1], bool; the origin always is.
-        gram: [c + 1, c + 1], the Gram matrix of `centred`.
-        differing: [b], the points at which receivers hold different rows, where there are several receivers.
-        ascending: [·, d], the values of all other usable points, ascending in each column and followed by +∞.
+        centred: [c, d], the rows minus the centre.
+        inner: [c, c], the inner products of the centred rows.
+        num_common: Every receiver holds the rows before this one. Of the others, it holds either row num_common + j, or
+            the false row j in its place: false rows are the last shared rows, or private ones.
+        ascending: [num_common, d], the values of the usable ones of the first num_common rows, ascending in each column
+            and followed by +∞. None if there is only one receiver.
     """
 
     raw: Array
+    usable: Array
     centre: Array
     centred: Array
-    usable: Array
-    gram: Array
-    differing: Array | None = None
+    inner: Array
+    num_common: int = field(metadata={"static": True})
     ascending: Array | None = None
 
     @staticmethod
-    def around(raw: Array, usable: Array, *, first: Array, majority: int, candidates: int) -> "SharedRows":
+    def around(
+        raw: Array, usable: Array, *, first: Array, majority: int, candidates: int, num_common: int
+    ) -> "SharedRows":
         """Centre the rows on one of them that is near the majority.
 
         The first row to be tried may be an attacker's. If it is far away, rounding errors hide the distances between
@@ -135,37 +158,37 @@ class SharedRows:
             first: The index of the row to try first.
             majority: How many of the candidates are trusted to be close together.
             candidates: How many rows, counted from the first, may become the centre.
+            num_common: How many rows, counted from the first, every receiver holds.
         """
-        usable_points = jnp.append(usable, True)
         eligible = usable[:candidates]
+
+        def row(index: Array) -> Array:
+            return jnp.where(usable[index], raw[index], 0)
 
         def move(search: _CentreSearch) -> _CentreSearch:
             """Centre the rows on the proposed row, and check whether another one is much nearer to the majority."""
             index = search.proposal
-            centre = jnp.where(usable[index], raw[index], 0)
-            centred = jnp.concatenate([_centred(raw, centre), -centre[None]])
-            gram = _gram(centred, centred, usable_points, usable_points)
-            distances = squared_distances(gram[:candidates, :candidates])
+            inner = _inner_products(_centred(raw, row(index)), usable)
+            distances = squared_distances(inner[:candidates, :candidates])
             distances = jnp.where(eligible[:, None] & eligible[None, :], distances, jnp.inf)
-            radius = -lax.top_k(-distances, majority)[0][:, -1]
+            radius = kth_smallest(distances, majority - 1)
             best = jnp.argmin(radius)
             improvable = radius[index] > CENTRE_SLACK**2 * radius[best]
-            return _CentreSearch(centre, centred, gram, best, improvable, search.num_moves + 1)
+            return _CentreSearch(index, inner, best, improvable, search.num_moves + 1)
 
-        num_points, dimension = len(raw) + 1, raw.shape[1]
         found = lax.while_loop(
             lambda search: search.improvable & (search.num_moves < MOST_CENTRE_MOVES),
             move,
             _CentreSearch(
-                centre=jnp.zeros_like(raw[0]),
-                centred=jnp.zeros((num_points, dimension), raw.dtype),
-                gram=jnp.zeros((num_points, num_points), raw.dtype),
+                centre=first,
+                inner=jnp.zeros((len(raw), len(raw)), raw.dtype),
                 proposal=first,
                 improvable=jnp.asarray(True),
                 num_moves=jnp.int32(0),
             ),
         )
-        return SharedRows(raw, found.centre, found.centred, usable_points, found.gram)
+        centre = row(found.centre)
+        return SharedRows(raw, usable, centre, _centred(raw, centre), found.inner, num_common)
 
 
 @jax.tree_util.register_dataclass
@@ -173,18 +196,20 @@ class SharedRows:
 class Cloud:
     """The n points that one receiver holds: stored rows, or affine combinations (`mixing`) of them.
 
-    Stored rows are, in this order: the shared rows, the origin, the private rows. Point n is always the origin.
+    Stored rows are, in this order: the shared rows, the private rows, the origin. Point n is always the origin.
 
     Attributes:
         shared: The rows that all receivers hold.
-        private: [p, d], the rows that this receiver alone holds, as received.
+        private: [p, d], the rows that this receiver alone holds, as received. None if there is only one receiver, which
+            holds all shared rows.
         private_centred: [p, d], the same minus the centre.
-        place: [n + 1], the stored row that each point is, unless points are mixed.
-        sender: [c + 1 + p], the point that each stored row is, where the receiver holds that row.
-        mixing: [n + 1, c + 1 + p], the points as combinations of stored rows, whose rows sum to one; None for points
+        place: [n], the stored row that each point is, unless points are mixed.
+        sender: [c + p], the point that each stored row is, where the receiver holds that row.
+        mixing: [n + 1, c + p + 1], the points as combinations of stored rows, whose rows sum to one; None for points
             that are stored rows.
         usable: [n], which points the rules may use.
-        gram: [n + 1, n + 1], the Gram matrix of the points and the origin.
+        inner: [n, n], the inner products of the points around some centre.
+        towards_origin: [n + 1], those of the origin with the points and itself.
         own: The index of the receiver's own point, where that is known.
 
     Examples:
@@ -198,12 +223,13 @@ class Cloud:
     """
 
     shared: SharedRows
-    private: Array
-    private_centred: Array
+    private: Array | None
+    private_centred: Array | None
     place: Array
     sender: Array
     usable: Array
-    gram: Array
+    inner: Array
+    towards_origin: Array
     own: Array | None = None
     mixing: Array | None = None
 
@@ -221,23 +247,20 @@ class Cloud:
 
         Shared rows are counted first, then private ones.
         """
-        num_shared = len(shared.raw)
-        place = jnp.where(place < num_shared, place, place + 1)  # step over the origin's slot
-        place = jnp.append(place, num_shared)
-        sender = jnp.insert(sender, num_shared, len(place) - 1)
         centred = _centred(private, shared.centre)
         usable = jnp.concatenate([shared.usable, private_usable])
-        cross = _gram(centred, shared.centred, private_usable, shared.usable)
-        inner = _gram(centred, centred, private_usable, private_usable)
-        stored_gram = jnp.block([[shared.gram, cross.T], [cross, inner]])
+        cross = jnp.where(private_usable[:, None] & shared.usable, _row_products(centred, shared.centred), 0)
+        stored = jnp.block([[shared.inner, cross.T], [cross, _inner_products(centred, private_usable)]])
+        origin = jnp.concatenate([_towards_origin(shared.centred, shared), _towards_origin(centred, shared)])
         return Cloud(
             shared=shared,
             private=private,
             private_centred=centred,
             place=place,
             sender=sender,
-            usable=usable[place[:-1]],
-            gram=stored_gram[place][:, place],
+            usable=usable[place],
+            inner=stored[place][:, place],
+            towards_origin=jnp.append(jnp.where(usable, origin, 0)[place], dot(shared.centre, shared.centre)),
             own=own,
         )
 
@@ -253,17 +276,25 @@ class Cloud:
         """
         num_rows = len(rows)
         usable = is_sound(rows) if present is None else is_sound(rows) & present
-        shared = SharedRows.around(rows, usable, first=jnp.argmax(usable), majority=majority, candidates=num_rows)
+        shared = SharedRows.around(
+            rows,
+            usable,
+            first=jnp.argmax(usable),
+            majority=majority,
+            candidates=num_rows,
+            num_common=num_rows,
+        )
         # Every point is a shared row, in order. `of` would give the same, but its gathers take long to compile.
-        no_rows = rows[:0]
+        origin = jnp.where(usable, _towards_origin(shared.centred, shared), 0)
         return Cloud(
             shared=shared,
-            private=no_rows,
-            private_centred=no_rows,
-            place=jnp.arange(num_rows + 1),
-            sender=jnp.arange(num_rows + 1),
+            private=None,
+            private_centred=None,
+            place=jnp.arange(num_rows),
+            sender=jnp.arange(num_rows),
             usable=usable,
-            gram=shared.gram,
+            inner=shared.inner,
+            towards_origin=jnp.append(origin, dot(shared.centre, shared.centre)),
             own=own,
         )
 
@@ -274,74 +305,78 @@ class Cloud:
 
     @property
     def _held(self) -> Array:
-        """Which stored rows [c + 1 + p] are points."""
+        """Which stored rows [c + p] are points."""
         return self.place[self.sender] == jnp.arange(len(self.sender))
+
+    @property
+    def gram(self) -> Array:
+        """[n + 1, n + 1], the Gram matrix of the points and the origin around some centre."""
+        return jnp.block([[self.inner, self.towards_origin[:-1, None]], [self.towards_origin[None]]])
 
     def distances(self) -> Array:
         """Return the squared distances [n, n] between points, infinite to and from points that are not usable."""
         usable = self.usable
-        distances = squared_distances(self.gram[:-1, :-1])
+        distances = squared_distances(self.inner)
         return jnp.where(usable[:, None] & usable[None, :], distances, jnp.inf)
 
     def distances_from(self, point: Array) -> Array:
-        """Return one row [n] of `distances`, without the Gram matrix of all points where points are stored rows."""
-        if self.mixing is None:
-            row = self.place[point]
-            num_shared = len(self.shared.raw)
-            vector = self.shared.centred[jnp.minimum(row, num_shared)]
-            if len(self.private):
-                private = self.private_centred[jnp.maximum(row - num_shared - 1, 0)]
-                vector = jnp.where(row > num_shared, private, vector)
-            square = jnp.diagonal(self.shared.gram)
-            product = dot(self.shared.centred, vector)
-            if len(self.private):
-                square = jnp.append(square, jnp.sum(jnp.square(self.private_centred), axis=1))
-                product = jnp.append(product, dot(self.private_centred, vector))
-            distances = jnp.maximum(square + jnp.sum(jnp.square(vector)) - 2 * product, 0)[self.place[:-1]]
+        """Return a row of `distances`, without all inner products where it can be had more cheaply."""
+        if self.mixing is not None or (self.private is not None and point is not self.own):
+            return self.distances()[point]
+        stored = self.shared.raw[self.place[point]]  # a receiver's own row is always a shared one
+        if self.private is None:
+            squares = jnp.sum(jnp.square(self.shared.raw - stored), axis=1)
         else:
-            square = jnp.diagonal(self.gram)[:-1]
-            distances = jnp.maximum(square + square[point] - 2 * self.gram[point, :-1], 0)
-        distances = jnp.where(jnp.arange(self.num_points) == point, 0, distances)
-        return jnp.where(self.usable & self.usable[point], distances, jnp.inf)
+            shared = squared_distances(self.shared.inner)[self.place[point]]
+            private = jnp.sum(jnp.square(self.private - stored), axis=1)
+            squares = jnp.concatenate([shared, private])[self.place]
+        return jnp.where(self.usable & self.usable[point], squares, jnp.inf)
 
     def distances_to(self, coefficients: Array) -> Array:
         """Return ‖x_i − Σ_j u_j x_j‖ [n + 1] for affine coefficients u [n + 1]; 0 for points that are not usable."""
-        product = dot(self.gram, coefficients)
-        square = jnp.diagonal(self.gram) - 2 * product + dot(coefficients, product)
+        gram = self.gram
+        product = dot(gram, coefficients)
+        square = jnp.diagonal(gram) - 2 * product + dot(coefficients, product)
         return jnp.where(jnp.append(self.usable, True), jnp.sqrt(jnp.maximum(square, 0)), 0)
 
     def mean_of(self, members: Array) -> Array:
         """Return the coefficients [n + 1] of the mean over `members` [n]; the origin has coefficient 0."""
-        members = members.astype(self.gram.dtype)
+        members = members.astype(self.inner.dtype)
         return jnp.append(members / jnp.sum(members), 0)
 
     def origin(self) -> Array:
         """Return the coefficients [n + 1] of the origin."""
-        return jnp.zeros_like(self.gram[0]).at[-1].set(1)
+        return jnp.zeros_like(self.towards_origin).at[-1].set(1)
 
     def combine(self, coefficients: Array) -> Array:
         """Return Σ_j u_j x_j [d] for affine coefficients u [n + 1]."""
-        return self._stored_sum(self._of_stored(coefficients[None]))[0]
+        alone = self.private is None and self.mixing is None
+        stored = coefficients[None] if alone else self._of_stored(coefficients[None])
+        if self.private is not None:
+            num_shared, centre = len(self.shared.raw), self.shared.centre
+            total = dot(stored[:, :num_shared], self.shared.centred)
+            total += _sum_around(centre, stored[0, num_shared:-1], self.private)
+            return _around(centre, stored, total)[0]
+        # Around the row with the largest coefficient, so that rules without distances need no search for a centre.
+        raw = self.shared.raw
+        index = jnp.argmax(stored[0, :-1])
+        centre = jnp.where(self.shared.usable[index], raw[index], 0)
+        return _around(centre, stored, dot(stored[:, :-1], _centred(raw, centre)))[0]
 
     def _of_stored(self, coefficients: Array) -> Array:
-        """Return coefficients [m, n + 1] of points as coefficients [m, c + 1 + p] of stored rows."""
-        if self.mixing is None:
-            return jnp.where(self._held, coefficients[:, self.sender], 0)
-        return dot(coefficients, self.mixing)
+        """Return coefficients [m, n + 1] of points as coefficients [m, c + p + 1] of stored rows."""
+        if self.mixing is not None:
+            return dot(coefficients, self.mixing)
+        stored = jnp.where(self._held, coefficients[:, self.sender], 0)
+        return jnp.concatenate([stored, coefficients[:, -1:]], axis=1)
 
     def _stored_sum(self, stored: Array) -> Array:
-        """Return affine combinations [m, c + 1 + p] of the stored rows.
-
-        The origin's share is subtracted from the centre beforehand. If it were subtracted from the result, rounding
-        errors would spoil a result that is much shorter than the centre.
-        """
+        """Return affine combinations [m, c + p + 1] of the stored rows."""
         num_shared = len(self.shared.raw)
-        total = dot(stored[:, :num_shared], self.shared.centred[:-1])
-        if len(self.private):
-            total += dot(stored[:, num_shared + 1 :], self.private_centred)
-        share = jnp.sum(stored.at[:, num_shared].set(0), axis=1)
-        share = jnp.where(stored[:, num_shared] == 0, 1, share)
-        return total + share[:, None] * self.shared.centre
+        total = dot(stored[:, :num_shared], self.shared.centred)
+        if self.private_centred is not None and len(self.private_centred):
+            total += dot(stored[:, num_shared:-1], self.private_centred)
+        return _around(self.shared.centre, stored, total)
 
     def mixed(self, matrix: Array, usable: Array, own: Array | None) -> "Cloud":
         """Return the cloud whose points are the affine combinations `matrix` [n', n + 1] of these points."""
@@ -351,44 +386,73 @@ class Cloud:
         around = matrix[:, :-1] - matrix[jnp.argmax(usable), :-1]
         around = jnp.concatenate([around, -jnp.sum(around, axis=1, keepdims=True)], axis=1)
         around = jnp.where(pulled, around, matrix)
+        gram = dot(dot(around, self.gram), around.T)
         return replace(
             self,
             mixing=self._of_stored(matrix),
             usable=usable,
-            gram=dot(dot(around, self.gram), around.T),
+            inner=gram[:-1, :-1],
+            towards_origin=gram[-1],
             own=own,
         )
 
     def rows(self, members: Array | None = None) -> tuple[list[Array], list[Array]]:
-        """Return the points as a list, in any order, and which of them are `members` [n] (default: the usable ones)."""
+        """Return the points [1, d] as a list, in any order, and which of them are `members` [n] (default: usable)."""
         if members is None:
             members = self.usable
         if self.mixing is not None:
-            return list(self._stored_sum(self.mixing[:-1])), list(members)
+            points = self._stored_sum(self.mixing[:-1])
+            return [points[j : j + 1] for j in range(len(points))], list(members)
         # The rows as received, without rounding from centring, and without a copy.
-        num_shared = len(self.shared.raw)
-        stored = lax.optimization_barrier(self._held & jnp.append(members, False)[self.sender])
-        return [*self.shared.raw, *self.private], [*stored[:num_shared], *stored[num_shared + 1 :]]
+        raw, num_common, num_points = self.shared.raw, self.shared.num_common, self.num_points
+        held = lax.optimization_barrier(self._held & members[self.sender])
+        false_rows = self._false_rows()
+        rows, among = [raw[j : j + 1] for j in range(num_common)], list(held[:num_common])
+        for j in range(num_points - num_common):
+            true, false = held[num_common + j], held[num_points + j]
+            rows.append(jnp.where(true, raw[num_common + j : num_common + j + 1], false_rows[j : j + 1]))
+            among.append(true | false)
+        return rows, among
+
+    def _false_rows(self) -> Array:
+        """Return the rows [n − num_common, d] that the receiver may hold in place of true ones."""
+        raw = self.shared.raw
+        return raw[self.num_points :] if len(raw) > self.num_points or self.private is None else self.private
 
     def ascending(self) -> tuple[Array, Array]:
         """Return the usable points in two parts [·, d], each ascending in each column and followed by +∞.
 
         The first part is the same for all receivers, and is sorted once for all of them.
         """
+        raw, common, num_points = self.shared.raw, self.shared.num_common, self.num_points
         if self.mixing is not None:
             points = self._stored_sum(self.mixing[:-1])
             return ascending_rows(points, self.usable), points[:0]
-        points, differing = self.shared.raw, self.shared.differing
-        if differing is None or self.shared.ascending is None:
-            return ascending_rows(points, self.usable), points[:0]
-        row, num_shared = self.place[differing], len(points)
-        differing_points = points[jnp.minimum(row, num_shared - 1)]
-        if len(self.private):
-            private = self.private[jnp.maximum(row - num_shared - 1, 0)]
-            differing_points = jnp.where((row > num_shared)[:, None], private, differing_points)
-        return self.shared.ascending, ascending_rows(differing_points, self.usable[differing])
+        if self.shared.ascending is None:
+            return ascending_rows(raw, self.usable), raw[:0]
+        true = self._held[common:num_points]
+        points = jnp.where(true[:, None], raw[common:num_points], self._false_rows())
+        return self.shared.ascending, ascending_rows(points, self.usable[self.sender[common:num_points]])
 
-    @property
-    def num_stored(self) -> int:
-        """The number of rows, shared and private, that `rows` returns for points that are not mixed."""
-        return len(self.shared.raw) + len(self.private)
+
+def _towards_origin(centred: Array, shared: SharedRows) -> Array:
+    """Return the inner products of the origin with these rows, all of them around the centre."""
+    return dot(centred, -shared.centre)
+
+
+def _sum_around(centre: Array, weights: Array, rows: Array) -> Array:
+    """Return Σ_j w_j (x_j − centre), [1, d], for weights [m] and rows [m, d]."""
+    if len(rows) > UNROLLED_SUM:
+        return dot(weights[None], _centred(rows, centre))
+    terms = (weights[j] * _centred(rows[j : j + 1], centre) for j in range(len(rows)))
+    return sum(terms, jnp.zeros_like(centre[None]))
+
+
+def _around(centre: Array, stored: Array, total: Array) -> Array:
+    """Return affine combinations [m, d] from those of the centred rows, `total`, and the coefficients [m, c + p + 1].
+
+    The origin's share is subtracted from the centre beforehand. If it were subtracted from the result, rounding errors
+    would spoil a result that is much shorter than the centre.
+    """
+    share = jnp.where(stored[:, -1] == 0, 1, jnp.sum(stored[:, :-1], axis=1))
+    return total + share[:, None] * centre

@@ -105,6 +105,16 @@ def _unpack(words: Array, width: int) -> Array:
     return bits.reshape(*words.shape[:-1], -1)[..., :width].astype(bool)
 
 
+@lru_cache
+def _constant_sets(width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return two sets for each of `width` rows: that row alone, and the rows before it."""
+    words = -(-width // 32)
+    row = np.arange(width)
+    single = np.zeros((width, words), np.uint32)
+    single[row, row % words] = 1 << (row // words)
+    return single, np.cumsum(single, axis=0, dtype=np.uint32) - single
+
+
 def _count(words: Array) -> Array:
     return jnp.sum(lax.population_count(words).astype(jnp.int32), axis=-1)
 
@@ -144,8 +154,7 @@ def _cover(
         The last node: its status is FOUND, NONE or OUT_OF_NODES.
     """
     width = len(far)
-    single = _pack(jnp.eye(width, dtype=bool))
-    before = _pack(jnp.tril(jnp.ones((width, width), bool), -1))
+    single, before = map(jnp.asarray, _constant_sets(width))
 
     def step(node: _Node) -> _Node:
         partners = far & node.open
@@ -258,7 +267,8 @@ class _Problem:
         )
 
     def diameter_without(self, dropped: Array) -> Array:
-        inside = self.usable & ~_unpack(dropped, self.num_rows)
+        # Without the barrier, XLA would unpack the set again for each of the K² distances.
+        inside = lax.optimization_barrier(self.usable & ~_unpack(dropped, self.num_rows))
         return jnp.max(jnp.where(inside[:, None] & inside[None, :], self.distances, 0))
 
     def ball(self) -> Array:
@@ -346,7 +356,7 @@ class _Problem:
         # Without the pairs that are exactly as far apart as the least diameter, which were too many, one row less need
         # be dropped for each of them. If there is one such pair, then no row can be dropped without need, and a row
         # that is far from no other is in all of the subsets.
-        touching = (self.distances == best.high) & usable[:, None] & usable[None, :]
+        touching = jnp.where(usable, _count(_pack(self.distances == best.high)), 0)
         tight = jnp.sum(touching) <= 2
         open_rows = self.usable_set & ~hopeless
         in_need = _count(far & open_rows) > 0
@@ -385,6 +395,7 @@ class _Problem:
 
 
 def _by_search(distances: Array, usable: Array, size: int, node_limit: int) -> Array:
+    distances = lax.optimization_barrier(distances)  # else XLA would compute them again wherever they are used
     budget = jnp.sum(usable) - size
     problem = _Problem(distances, usable, size, node_limit, budget=budget, usable_set=_pack(usable))
     return problem.first_in_order(problem.least_diameter())

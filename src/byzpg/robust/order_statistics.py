@@ -2,7 +2,9 @@
 
 Sorting K values in each of millions of coordinates is the whole cost of the median rules. A sorting network is a fixed
 list of (min, max) pairs. XLA therefore fuses it with the code that consumes the sorted values into one vectorised pass
-over memory, which it does not do for `jnp.sort` on a CPU.
+over memory, which it does not do for `jnp.sort` on a CPU. All values must have the same rank, from the arrays that they
+are slices of to the result: on a reshape in between, XLA gives up on one pass and computes most of the network again
+for each of a hundred passes.
 """
 
 from functools import lru_cache
@@ -14,6 +16,9 @@ from jax import Array, lax
 # matrices are small, so for them the limit is lower.
 NETWORK_LIMIT = 128
 MATRIX_NETWORK_LIMIT = 32
+
+# Rows that are summed in advance.
+BLOCK = 32
 
 
 @lru_cache
@@ -33,12 +38,26 @@ def sorting_network(width: int) -> tuple[tuple[int, int], ...]:
     return tuple(comparators)
 
 
-def ascending(values: list[Array]) -> list[Array]:
-    """Return the same values, elementwise in ascending order. There must be no NaN among them."""
+@lru_cache
+def selection_network(width: int, ranks: range) -> tuple[tuple[int, int], ...]:
+    """Return the comparators of the sorting network that the outputs of these ranks depend on."""
+    needed, comparators = set(ranks), []
+    for comparator in reversed(sorting_network(width)):
+        if not needed.isdisjoint(comparator):
+            needed.update(comparator)
+            comparators.append(comparator)
+    return tuple(reversed(comparators))
+
+
+def ascending(values: list[Array], ranks: range | None = None) -> list[Array]:
+    """Return the same values, elementwise in ascending order. There must be no NaN among them.
+
+    If only the values of some 0-based `ranks` are needed, the others are any values.
+    """
     if len(values) > NETWORK_LIMIT:
         return list(sort(jnp.stack(values), axis=0))
     values = list(values)
-    for low, high in sorting_network(len(values)):
+    for low, high in selection_network(len(values), range(len(values)) if ranks is None else ranks):
         values[low], values[high] = (
             lax.min(values[low], values[high]),
             lax.max(values[low], values[high]),
@@ -74,11 +93,30 @@ def sum_of_ranks(common: Array, extra: Array, first: Array, stop: Array) -> Arra
         first: The lowest 0-based rank.
         stop: The rank after the highest; at most c + p.
     """
-    total = jnp.zeros_like(common[0])
     low, high = (_num_common(common, extra, rank) for rank in (first, stop))
-    for values, begin, end in ((common, low, high), (extra, first - low, stop - high)):
-        index = jnp.arange(len(values))[:, None]
-        total += jnp.sum(jnp.where((begin <= index) & (index < end), values, 0), axis=0)
+    total = _sum_between(common, low, high)
+    return total + _sum_between(extra, first - low, stop - high) if len(extra) else total
+
+
+def _sum_between(values: Array, first: Array, stop: Array) -> Array:
+    """Return Σ values[j] for first ≤ j < stop, both [d], in each column of values [n, d].
+
+    Blocks of rows are summed once for all receivers, and only the rows of the first and last block for each of them.
+    A difference of cumulative sums would be cheaper still, but one large value would spoil all later ones.
+    """
+    number = len(values)
+    padding = -number % BLOCK
+    blocks = jnp.sum(jnp.pad(values, ((0, padding), (0, 0))).reshape(-1, BLOCK, values.shape[1]), axis=1)
+    first_block, last_block = -(-first // BLOCK), stop // BLOCK
+    index = jnp.arange(len(blocks))[:, None]
+    total = jnp.sum(jnp.where((first_block <= index) & (index < last_block), blocks, 0), axis=0)
+    # Before the first whole block, and from the last one on; if there is none, both ends are in the same block.
+    end = jnp.minimum(first_block * BLOCK, stop)
+    begin = jnp.maximum(last_block * BLOCK, end)
+    for low, high in ((first, end), (begin, stop)):
+        row = low + jnp.arange(BLOCK)[:, None]
+        at_end = jnp.take_along_axis(values, jnp.minimum(row, number - 1), axis=0)
+        total += jnp.sum(jnp.where(row < high, at_end, 0), axis=0)
     return total
 
 
@@ -108,7 +146,7 @@ def kth_smallest(values: Array, rank: int) -> Array:
     width = values.shape[-1]
     if width > MATRIX_NETWORK_LIMIT:
         return sort(values, axis=-1)[..., rank]
-    return ascending([values[..., j] for j in range(width)])[rank]
+    return ascending([values[..., j] for j in range(width)], range(rank, rank + 1))[rank]
 
 
 def sum_of_smallest(values: Array, count: int | Array) -> Array:
@@ -116,7 +154,8 @@ def sum_of_smallest(values: Array, count: int | Array) -> Array:
     width = values.shape[-1]
     if width > MATRIX_NETWORK_LIMIT:
         return jnp.sum(jnp.where(jnp.arange(width) < count, sort(values, axis=-1), 0), axis=-1)
-    columns = ascending([values[..., j] for j in range(width)])
+    ranks = range(count if isinstance(count, int) else width)
+    columns = ascending([values[..., j] for j in range(width)], ranks)
     zero = jnp.zeros_like(columns[0])
     if isinstance(count, int):
         return sum(columns[:count], zero)

@@ -161,10 +161,10 @@ def apply_rule(
         raise TypeError(f"{rule} is not a weighted mean of the received vectors, so it has no weights.")
     mask, own_row = _check_present(present, len(rows)), _check_own(own, len(rows))
     with clear_search_errors():
-        applied = _apply(rule, rows, mask, own_row, key, num_byzantine=num_byzantine, with_weights=with_weights)
-        if isinstance(applied.defined, Tracer):
+        options = {"num_byzantine": num_byzantine, "with_weights": with_weights}
+        applied, is_number = _apply(rule, rows, mask, own_row, key, **options)
+        if isinstance(is_number, Tracer) or bool(is_number):
             return applied
-        jax.block_until_ready(applied)
     if int(applied.num_usable) < len(rows) - num_byzantine:
         raise ValueError(
             f"{rule}: only {int(applied.num_usable)} of {len(rows)} vectors are present and finite, but at least "
@@ -172,9 +172,7 @@ def apply_rule(
         )
     if not bool(applied.defined):
         raise ValueError(f"{rule}: the receiver's own row, {own}, is absent or not finite.")
-    if bool(jnp.any(jnp.isnan(applied.weights if applied.weights is not None else applied.result))):
-        raise ValueError(f"{rule}: the pivot's row is absent or not finite.")
-    return applied
+    raise ValueError(f"{rule}: the pivot's row is absent or not finite.")
 
 
 def _check_present(present: Vectors | None, num_rows: int) -> Array | None:
@@ -207,9 +205,11 @@ def _apply(
     *,
     num_byzantine: int,
     with_weights: bool,
-) -> Applied:
+) -> tuple[Applied, Array]:
+    """Apply the rule; also return whether there is no NaN in what was asked for, the weights or the result."""
     cloud = Cloud.received(rows, present, len(rows) - num_byzantine, own)
-    return apply_at_receiver(rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=with_weights)
+    applied = apply_at_receiver(rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=with_weights)
+    return applied, ~jnp.any(jnp.isnan(applied.result if applied.weights is None else applied.weights))
 
 
 @contextmanager
