@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -261,12 +261,12 @@ def unfilled(tree: Any, dimension: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[:, :, :dimension] if leaf.ndim == 3 else leaf, tree)
 
 
-def _fill(leaf: Array, axis: int, multiple: int, mode: str = "constant") -> Array:
+def _fill(leaf: Array, axis: int, multiple: int, mode: Literal["constant", "edge"] = "constant") -> Array:
     """The leaf with more entries at the end of an axis, until their number is a multiple."""
     missing = -leaf.shape[axis] % multiple
     widths = [(0, missing if each == axis else 0) for each in range(leaf.ndim)]
-    on_host = isinstance(leaf, np.ndarray)  # perhaps too large for one device
-    return (np if on_host else jnp).pad(leaf, widths, mode=mode) if missing else leaf
+    pad: Any = np.pad if isinstance(leaf, np.ndarray) else jnp.pad  # what is on the host may not fit on one device
+    return pad(leaf, widths, mode=mode) if missing else leaf
 
 
 # How the devices divide an iteration
