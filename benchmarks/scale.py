@@ -343,7 +343,7 @@ def large(arguments: argparse.Namespace) -> None:
     cases = {name: result(child("exchange", name, str(agents), str(dimension))) for name in LARGE_RULES}
     device = cases["Mean"]["device"]
     copy: float = max(case["copy"] for case in cases.values())
-    bandwidth = arguments.bandwidth or (SHEET[device] if device in SHEET else copy)
+    bandwidth = arguments.bandwidth or SHEET.get(str(device), copy)
     limit = 2 * 4 * agents * dimension / bandwidth  # each vector is read, and each result is written
     print("| rule | s per exchange | of the limit | with diagnostics, s | of the limit | temporaries, Kd | peak, MiB |")
     print("|---|---:|---:|---:|---:|---:|---:|")
