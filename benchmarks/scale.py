@@ -301,7 +301,7 @@ def measure_large(name: str, num_agents: int, dimension: int) -> None:
     from byzpg.robust import AvgZero
     from byzpg.robust.exchange import exchange
 
-    rule = parse("agreement" if name == "MDA" else "aggregator", name)
+    rule: Any = parse("agreement" if name == "MDA" else "aggregator", name)
     num_byzantine = (num_agents - 1) // 4
     vectors = jax.block_until_ready(
         jax.jit(lambda key: jax.random.normal(key, (num_agents, dimension)))(jax.random.key(0))
@@ -342,8 +342,8 @@ def large(arguments: argparse.Namespace) -> None:
     agents, dimension = arguments.agents, arguments.dimension
     cases = {name: result(child("exchange", name, str(agents), str(dimension))) for name in LARGE_RULES}
     device = cases["Mean"]["device"]
-    copy = max(case["copy"] for case in cases.values())
-    bandwidth = arguments.bandwidth or SHEET.get(device, copy)
+    copy: float = max(case["copy"] for case in cases.values())
+    bandwidth = arguments.bandwidth or SHEET.get(str(device), copy)
     limit = 2 * 4 * agents * dimension / bandwidth  # each vector is read, and each result is written
     print("| rule | s per exchange | of the limit | with diagnostics, s | of the limit | temporaries, Kd | peak, MiB |")
     print("|---|---:|---:|---:|---:|---:|---:|")
@@ -533,10 +533,12 @@ def main() -> None:
     command.set_defaults(run=lambda given: measure_rule(given.case[0], int(given.case[1])))
     command = commands.add_parser("shard")  # a case of `shards`
     command.add_argument("case", nargs=4)
-    command.set_defaults(run=lambda given: measure_shards(*map(int, given.case[:3]), given.case[3]))
+    command.set_defaults(
+        run=lambda given: measure_shards(int(given.case[0]), int(given.case[1]), int(given.case[2]), given.case[3])
+    )
     command = commands.add_parser("exchange")  # a case of `large`
     command.add_argument("case", nargs=3)
-    command.set_defaults(run=lambda given: measure_large(given.case[0], *map(int, given.case[1:])))
+    command.set_defaults(run=lambda given: measure_large(given.case[0], int(given.case[1]), int(given.case[2])))
     command = commands.add_parser("part")  # a process of `devices`
     command.add_argument("case", type=int, nargs=5)
     command.set_defaults(run=lambda given: measure_devices(*given.case))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,10 @@ SEEDS, AGENTS, COORDINATES = "seed", "agent", "coordinate"  # axes of the mesh: 
 BY_SEED, EVERYWHERE = PartitionSpec(SEEDS), PartitionSpec()
 BY_COORDINATE = PartitionSpec(None, None, COORDINATES)  # of vectors [row, agent, d]
 
-# If all vectors of an exchange take more bytes than this, they are divided among devices by coordinate. A device would
-# otherwise hold about ten times as much for its state and messages. Small vectors are exchanged faster where every
-# device holds all of them: there are fewer and shorter waits of devices for each other.
-MOST_BYTES_ON_EACH = 2**26
+# If all vectors of an exchange take more bytes than this, they are divided among devices by coordinate. Every device
+# would otherwise hold all of them, about twenty times over in its state and messages. What rules do with K × K matrices
+# is then done on all devices: with small vectors and many agents that is most of the work, so receivers are divided.
+MOST_BYTES_ON_EACH = 2**23
 
 # Shorter compilation, on CPUs by the first option and on GPUs by the second, for programs that then run about as fast.
 # What the user sets in XLA_FLAGS takes precedence.
@@ -261,12 +261,12 @@ def unfilled(tree: Any, dimension: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[:, :, :dimension] if leaf.ndim == 3 else leaf, tree)
 
 
-def _fill(leaf: Array, axis: int, multiple: int, mode: str = "constant") -> Array:
+def _fill(leaf: Array, axis: int, multiple: int, mode: Literal["constant", "edge"] = "constant") -> Array:
     """The leaf with more entries at the end of an axis, until their number is a multiple."""
     missing = -leaf.shape[axis] % multiple
     widths = [(0, missing if each == axis else 0) for each in range(leaf.ndim)]
-    on_host = isinstance(leaf, np.ndarray)  # perhaps too large for one device
-    return (np if on_host else jnp).pad(leaf, widths, mode=mode) if missing else leaf
+    pad: Any = np.pad if isinstance(leaf, np.ndarray) else jnp.pad  # what is on the host may not fit on one device
+    return pad(leaf, widths, mode=mode) if missing else leaf
 
 
 # How the devices divide an iteration
