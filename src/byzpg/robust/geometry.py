@@ -111,7 +111,7 @@ def ascending_rows(rows: Array, usable: Array) -> Array:
 class _CentreSearch:
     """The state of the search for a row to centre on."""
 
-    centre: Array  # the index of the row
+    centre: Array  # [d], the row
     inner: Array  # [c, c], the inner products of the rows minus that row
     proposal: Array  # the index of the row to centre on next
     improvable: Array  # bool: whether that row is much nearer to the majority than the present centre
@@ -162,33 +162,30 @@ class SharedRows:
         """
         eligible = usable[:candidates]
 
-        def row(index: Array) -> Array:
-            return jnp.where(usable[index], raw[index], 0)
-
         def move(search: _CentreSearch) -> _CentreSearch:
             """Centre the rows on the proposed row, and check whether another one is much nearer to the majority."""
             index = search.proposal
-            inner = _inner_products(_centred(raw, row(index)), usable)
+            centre = jnp.where(usable[index], raw[index], 0)
+            inner = _inner_products(_centred(raw, centre), usable)
             distances = squared_distances(inner[:candidates, :candidates])
             distances = jnp.where(eligible[:, None] & eligible[None, :], distances, jnp.inf)
             radius = kth_smallest(distances, majority - 1)
             best = jnp.argmin(radius)
             improvable = radius[index] > CENTRE_SLACK**2 * radius[best]
-            return _CentreSearch(index, inner, best, improvable, search.num_moves + 1)
+            return _CentreSearch(centre, inner, best, improvable, search.num_moves + 1)
 
         found = lax.while_loop(
             lambda search: search.improvable & (search.num_moves < MOST_CENTRE_MOVES),
             move,
             _CentreSearch(
-                centre=first,
+                centre=jnp.zeros_like(raw[0]),
                 inner=jnp.zeros((len(raw), len(raw)), raw.dtype),
                 proposal=first,
                 improvable=jnp.asarray(True),
                 num_moves=jnp.int32(0),
             ),
         )
-        centre = row(found.centre)
-        return SharedRows(raw, usable, centre, _centred(raw, centre), found.inner, num_common)
+        return SharedRows(raw, usable, found.centre, _centred(raw, found.centre), found.inner, num_common)
 
 
 @jax.tree_util.register_dataclass
