@@ -6,7 +6,6 @@ Every array has the shape of the batch, and lists are Python tuples.
 from collections.abc import Sequence
 from functools import partial
 from math import pi
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +60,7 @@ from byzpg.envs.lander_bodies import (
     solve_hinge_position,
     solve_hinge_velocity,
 )
-from byzpg.envs.loops import Loops, any_true, choose, computed_once, map_batched, stacked
+from byzpg.envs.loops import Loops, any_true, choose, computed_once, map_batched
 from byzpg.envs.time_of_impact import IMPACT_DISTANCE, impact, out_of_reach
 
 GRAVITY = -10.0
@@ -99,7 +98,7 @@ class GroundContacts(NamedTuple):
 def nearby_edges(ground: Ground, leg: Leg) -> tuple[tuple[Edge, Edge], Pair]:
     """The two edges next to a leg, and their ages (see `Leg`)."""
     edges, even_right = edges_below(ground, leg.body.pose.position[0])
-    near = tuple(overlaps(leg.box, edge) for edge in edges)
+    near = computed_once(tuple(overlaps(leg.box, edge) for edge in edges))
     fresh = tuple(inside & (age == 0) for inside, age in zip(near, leg.ages, strict=True))
     later = even_right, ~even_right  # if both come near in the same step, the right one counts as the later one
     ages = tuple(
@@ -112,7 +111,7 @@ def nearby_edges(ground: Ground, leg: Leg) -> tuple[tuple[Edge, Edge], Pair]:
         )
         for i in (0, 1)
     )
-    return edges, ages
+    return edges, computed_once(ages)
 
 
 def find_contacts(ground: Ground, leg: Leg) -> GroundContacts:
@@ -129,7 +128,7 @@ def find_contacts(ground: Ground, leg: Leg) -> GroundContacts:
             grounded = updated_contact(leg.contacts[i], manifolds[i], grounded)[1]
         flags.append(grounded)
     even_touches, odd_touches = (manifold.keys[0] >= 0 for manifold in manifolds)
-    odd_first = odd_touches & (odd_newer | ~even_touches)
+    odd_first = computed_once(odd_touches & (odd_newer | ~even_touches))
     edges, manifolds, contacts = choose(
         odd_first, (edges[::-1], manifolds[::-1], contacts[::-1]), (edges, manifolds, contacts)
     )
@@ -540,27 +539,27 @@ def legs_after_impacts(
     awake: Array,
 ) -> tuple[Leg, Leg]:
     """The legs at the end of a step, after their impacts on the ground."""
-    items = tuple(zip(legs, bodies, velocities.legs, contacts, strict=True))
-    sweeps = stacked([sweep_at_start(*item, awake) for item in items])
-    edges = stacked([each.edges for each in contacts])
-    clear = map_batched(lambda edge: out_of_reach(LEG, sweeps.start, sweeps.end, edge, IMPACT_DISTANCE), edges)
-    sweeps = loops.where_needed(
-        awake & ~(clear[0] & clear[1]), partial(resolve_impacts, loops), (edges, sweeps), sweeps, chunk=CHUNK
-    )
-    results = []
-    for i, (leg, body, motion, ground_contacts) in enumerate(items):
-        sweep = jax.tree.map(itemgetter(i), sweeps)
-        results.append(
-            Leg(
-                contacts=choose(ground_contacts.odd_first, sweep.contacts[::-1], sweep.contacts),
-                box=updated_box(leg.box, leg.body.pose, body.pose),
-                body=Body(sweep.end, sweep.velocity, body.rest),
-                hinge=motion.hinge,
-                ages=ground_contacts.ages,
-                grounded=sweep.grounded,
-            )
+
+    def after_impacts(item: tuple[Leg, Body, LegMotion, GroundContacts, Array]) -> Leg:
+        leg, body, motion, ground_contacts, awake = item
+        sweep, edges = sweep_at_start(*item), ground_contacts.edges
+        clear = map_batched(lambda edge: out_of_reach(LEG, sweep.start, sweep.end, edge, IMPACT_DISTANCE), edges)
+        sweep = loops.where_needed(
+            awake & ~(clear[0] & clear[1]), partial(resolve_impacts, loops), (edges, sweep), sweep, chunk=CHUNK
         )
-    return results[0], results[1]
+        return Leg(
+            contacts=choose(ground_contacts.odd_first, sweep.contacts[::-1], sweep.contacts),
+            box=updated_box(leg.box, leg.body.pose, body.pose),
+            body=Body(sweep.end, sweep.velocity, body.rest),
+            hinge=motion.hinge,
+            ages=ground_contacts.ages,
+            grounded=sweep.grounded,
+        )
+
+    first, second = map_batched(
+        after_impacts, tuple(zip(legs, bodies, velocities.legs, contacts, (awake, awake), strict=True))
+    )
+    return first, second
 
 
 def sweep_at_start(leg: Leg, body: Body, motion: LegMotion, contacts: GroundContacts, awake: Array) -> Sweep:
