@@ -73,8 +73,8 @@ LAST_IMPACT = 1 - 1e-6
 BOX_MARGIN = 0.1
 # In flight, once the legs are spread, the solvers settle after this many rounds.
 USUAL_VELOCITY_ITERATIONS, USUAL_POSITION_ITERATIONS = 6, 2
-# On CPUs, the chunk sizes of `Loops`: for episodes that need more rounds, and for legs that hit the ground.
-CHUNK, SMALL_CHUNK = 64, 16
+# On CPUs, the number of hulls or legs that hit the ground at once.
+CHUNK = 16
 
 
 # Contacts of a leg with the ground (b2ContactManager)
@@ -291,7 +291,6 @@ def solve_impact(
         needed,
         most=IMPACT_POSITION_ITERATIONS,
         usual=USUAL_POSITION_ITERATIONS,
-        chunk=SMALL_CHUNK,
     )
     constraints = map_batched(
         lambda item: contact_constraint(LEG, *item), tuple((manifold, pose) for manifold in manifolds)
@@ -305,7 +304,6 @@ def solve_impact(
         needed,
         most=VELOCITY_ITERATIONS,
         usual=USUAL_VELOCITY_ITERATIONS,
-        chunk=SMALL_CHUNK,
     )
     return pose, velocity
 
@@ -419,6 +417,7 @@ class Stepped(NamedTuple):
     legs: tuple[Leg, Leg]
     crashed: Array  # the hull touched the ground
     asleep: Array  # all bodies came to rest
+    finished: Array  # whether the solvers finished: see `Loops.may_leave`
 
 
 def step_world(
@@ -436,16 +435,16 @@ def step_world(
     """
     contacts = () if airborne else map_batched(partial(find_contacts, ground), legs)
     constants, velocities = at_start(hull, legs, contacts)
-    velocities, _ = loops.iterate(
+    velocities, unsettled = loops.iterate(
         velocity_round,
         constants,
         velocities,
         active,
         most=VELOCITY_ITERATIONS,
         usual=USUAL_VELOCITY_ITERATIONS,
-        chunk=CHUNK,
     )
-    poses = solve_positions(loops, hull, legs, contacts, velocities, active)
+    poses, uncorrected = solve_positions(loops, hull, legs, contacts, velocities, active)
+    finished = ~(unsettled | uncorrected)
     moved_hull = with_rest_time(Body(poses.hull, velocities.hull, hull.rest))
     bodies = tuple(
         with_rest_time(Body(pose, motion.velocity, leg.body.rest))
@@ -457,11 +456,11 @@ def step_world(
     moved_hull = moved_hull._replace(velocity=stopped)
     if airborne:
         moved_legs = legs_in_flight(ground, legs, bodies, velocities)
-        return Stepped(moved_hull, moved_legs, jnp.zeros_like(active), asleep)
+        return Stepped(moved_hull, moved_legs, jnp.zeros_like(active), asleep, finished)
     awake = active & ~asleep
     crashed = hull_crashes(loops, ground, hull.pose, moved_hull.pose, awake)
     moved_legs = legs_after_impacts(loops, legs, bodies, velocities, contacts, awake)
-    return Stepped(moved_hull, moved_legs, crashed, asleep)
+    return Stepped(moved_hull, moved_legs, crashed, asleep, finished)
 
 
 def at_start(
@@ -495,22 +494,20 @@ def solve_positions(
     contacts: Sequence[GroundContacts],
     velocities: Velocities,
     active: Array,
-) -> Poses:
-    """Move all bodies by their new velocities, and correct their poses."""
+) -> tuple[Poses, Array]:
+    """Move all bodies by their new velocities, and correct their poses. Also returns which landers are unfinished."""
     manifolds = tuple(each.manifolds for each in contacts) or ((), ())
     leg_poses = tuple(
         moved(leg.body.pose, motion.velocity, TIME_STEP) for leg, motion in zip(legs, velocities.legs, strict=True)
     )
-    poses, _ = loops.iterate(
+    return loops.iterate(
         position_round,
         PositionConstants(tuple(motion.hinge.side for motion in velocities.legs), manifolds),
         Poses(moved(hull.pose, velocities.hull, TIME_STEP), (leg_poses[0], leg_poses[1]), active & False),
         active,
         most=POSITION_ITERATIONS,
         usual=USUAL_POSITION_ITERATIONS,
-        chunk=CHUNK,
     )
-    return poses
 
 
 def legs_in_flight(

@@ -66,10 +66,12 @@ class Loops:
     Args:
         in_kernels: Whether each loop is a GPU kernel.
         interpret: Whether kernels are interpreted, so that they run on any device.
+        may_leave: The number of elements that `iterate` may leave unfinished: a loop of many elements that goes on for
+            a few of them is wasteful. Kernels finish all elements.
     """
 
-    def __init__(self, *, in_kernels: bool, interpret: bool = False) -> None:
-        self.in_kernels, self.interpret = in_kernels, interpret
+    def __init__(self, *, in_kernels: bool, interpret: bool = False, may_leave: int = 0) -> None:
+        self.in_kernels, self.interpret, self.may_leave = in_kernels, interpret, may_leave
 
     def where_needed(
         self, mask: Array, function: Callable[..., Result], arguments: tuple[Any, ...], otherwise: Result, *, chunk: int
@@ -126,7 +128,6 @@ class Loops:
         *,
         most: int,
         usual: int,
-        chunk: int,
     ) -> tuple[Any, Array]:
         """Repeat a round for each element as long as the element is active, but at most `most` times.
 
@@ -136,26 +137,27 @@ class Loops:
             state: Arrays that a round changes.
             active: Which elements need a first round.
             most: The largest number of rounds.
-            usual: If loops run in chunks: the number of rounds of the whole batch. Elements that need more rounds are
-                then processed in chunks.
-            chunk: The number of elements per chunk.
+            usual: The number of rounds after which elements may be left unfinished, as `may_leave` says.
 
         Returns:
-            The state after the last round, and which elements would need more rounds.
+            The state after the last round, and which elements were left unfinished.
         """
 
-        def up_to(number: int, active: Array, constants: Any, state: Any) -> tuple[Any, Array]:
+        def rounds(active: Array, constants: Any, state: Any) -> tuple[Any, Array]:
+            def goes_on(carry: tuple[Array, Any, Array]) -> Array:
+                count, _, active = carry
+                if self.in_kernels or not self.may_leave:
+                    return (count < most) & any_true(active)
+                return (count < most) & (jnp.sum(active) > jnp.where(count < usual, 0, self.may_leave))
+
             def turn(carry: tuple[Array, Any, Array]) -> tuple[Array, Any, Array]:
                 count, state, active = carry
                 return count + 1, *one_round(constants, state, active)
 
-            carry = jnp.int32(0), state, active
-            return lax.while_loop(lambda carry: (carry[0] < number) & any_true(carry[2]), turn, carry)[1:]
+            count, state, active = lax.while_loop(goes_on, turn, (jnp.int32(0), state, active))
+            return state, active & (count < most)
 
-        if self.in_kernels or active.size <= chunk:
-            return self.call(partial(up_to, most), active, constants, state)
-        state, active = up_to(usual, active, constants, state)
-        return self.where_needed(active, partial(up_to, most - usual), (constants, state), (state, active), chunk=chunk)
+        return self.call(rounds, active, constants, state)
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Compute function(*arguments), as one kernel if loops run in kernels.

@@ -46,6 +46,8 @@ LARGE_CHUNK = 256
 ROOM = 0.2
 # On CPUs, so few episodes in flight step faster one by one, as all those near the ground do.
 FEW = 32
+# On CPUs, so few of a chunk step faster one by one if the chunk's solvers have to continue only for them.
+FEW_UNSETTLED = 16
 
 
 class State(NamedTuple):
@@ -184,16 +186,18 @@ class LunarLander(Component):
 
         def in_chunks(state: State, *given: Any) -> tuple[State, Array, Array]:
             loops, active = Loops(in_kernels=False), state.ended == 0
-            in_flight, near_ground = (partial(self.advance, loops, airborne=airborne) for airborne in (True, False))
-            result, given = (state, jnp.zeros_like(state.shaping), ~active), (state, *given)
+            result, given = (state, jnp.zeros_like(state.shaping), ~active, active), (state, *given)
             if state.ended.size > FEW:
                 high = self.far_from_ground(state)
                 high &= jnp.sum(high) > FEW
-                result, active = loops.where_needed(high, in_flight, given, result, chunk=LARGE_CHUNK), active & ~high
-            return loops.where_needed(active, near_ground, given, result, chunk=1)
+                in_flight = partial(self.advance, Loops(in_kernels=False, may_leave=FEW_UNSETTLED), airborne=True)
+                result = loops.where_needed(high, in_flight, given, result, chunk=LARGE_CHUNK)
+                active &= ~(high & result[3])
+            near_ground = partial(self.advance, loops, airborne=False)
+            return loops.where_needed(active, near_ground, given, result, chunk=1)[:3]
 
         def in_kernels(state: State, *given: Any) -> tuple[State, Array, Array]:
-            return self.advance(Loops(in_kernels=True), state.ended == 0, state, *given, airborne=False)
+            return self.advance(Loops(in_kernels=True), state.ended == 0, state, *given, airborne=False)[:3]
 
         return by_platform(state, action, noise, cuda=in_kernels, default=in_chunks)
 
@@ -219,10 +223,11 @@ class LunarLander(Component):
         noise: tuple[Array, ...],
         *,
         airborne: bool,
-    ) -> tuple[State, Array, Array]:
+    ) -> tuple[State, Array, Array, Array]:
         """Take a step with the `active` episodes and leave the others unchanged.
 
-        With `airborne`, the step costs less, but no active episode may touch the ground in it.
+        With `airborne`, the step costs less, but no active episode may touch the ground in it. The last result says
+        which episodes finished the step: see `Loops.may_leave`.
         """
         throttles = self.throttles(action)
         hull = Body(state.hull.pose, fire_engines(state.hull, throttles, noise), state.hull.rest)
@@ -234,7 +239,7 @@ class LunarLander(Component):
         reward = jnp.where(stepped.asleep, 100.0, jnp.where(lost, -100.0, reward))
         ended = lost | stepped.asleep
         following = State(stepped.hull, stepped.legs, state.ground, shaping, jnp.where(ended, 1.0, 0.0))
-        return choose(active, following, state), jnp.where(active, reward, 0.0), ended | ~active
+        return choose(active, following, state), jnp.where(active, reward, 0.0), ended | ~active, stepped.finished
 
 
 class LunarLanderContinuous(LunarLander):
