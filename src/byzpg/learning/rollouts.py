@@ -109,7 +109,7 @@ def rollout(
     on_actions = [(attack, mask) for attack, mask in attackers if attack.changes_actions]
     run = _Rollout(
         Setup(env, policy, horizon, tuple(attack for attack, _ in on_actions)),
-        Agents(weights, [mask for _, mask in on_actions]),
+        Agents(weights, [jnp.asarray(mask) for _, mask in on_actions]),
         keys,
         attackers,
         num_episodes,
