@@ -197,7 +197,8 @@ def _one_by_one(function: Callable[..., Result], mask: Array, arguments: tuple[A
         return lax.while_loop(lambda carry: carry[0] < mask.size, turn, (next_needed(jnp.int32(0)), results))[1]
 
     # XLA compiles only calls whose arguments are all in use to a function, hence the packing.
-    return unpack_results(set_xla_metadata(loop(mask, packed, results), xla_cpu_small_call="true", inlineable="false"))
+    marked: Any = set_xla_metadata(loop(mask, packed, results), xla_cpu_small_call="true", inlineable="false")
+    return unpack_results(marked)
 
 
 def _packed(tree: Result) -> tuple[Array, Callable[[Array], Result]]:
