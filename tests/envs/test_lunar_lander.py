@@ -253,7 +253,7 @@ def test_the_velocity_solver_runs_180_rounds_unless_nothing_moves() -> None:
 
     expected = jax.tree.leaves(plain(state))
     for way in (Loops(in_kernels=False), Loops(in_kernels=True, interpret=True)):
-        ours = jax.jit(partial(way.iterate, velocity_round, most=180, usual=6, chunk=16))
+        ours = jax.jit(partial(way.iterate, velocity_round, most=180, usual=6))
         solved, _ = ours(constants, state, going)
         for one, other in zip(jax.tree.leaves(solved), expected, strict=True):
             np.testing.assert_allclose(one, other, atol=2e-4, err_msg="kernels" if way.in_kernels else "chunks")
@@ -352,7 +352,7 @@ def test_continuous_actions_are_gymnasiums() -> None:
 
     @jax.jit
     def step(state: State, *given: Any) -> Any:
-        return environment.advance(Loops(in_kernels=False), state.ended == 0, state, *given, airborne=True)
+        return environment.advance(Loops(in_kernels=False), state.ended == 0, state, *given, airborne=True)[:3]
 
     episodes = recorded("continuous")
     for theirs, (observations, rewards) in zip(

@@ -15,6 +15,7 @@ from jax import Array
 from byzpg.envs import Environment
 from byzpg.envs.cartpole import CartPole
 from byzpg.envs.spaces import Box, Discrete
+from byzpg.learning import rollouts
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP, Numbers, Policy
 from byzpg.learning.rollouts import PIECES, SPAN, Clock, Episodes, rollout
 from byzpg.robust.attacks import Attack, RandomAction, RandomReward, RewardFlip
@@ -415,6 +416,67 @@ def test_attacks_on_play_do_not_affect_each_other() -> None:
             if field.name != "steps":
                 ours = np.asarray(getattr(both, field.name))
                 np.testing.assert_array_equal(ours[mask | ~ATTACKERS], getattr(alone, field.name)[mask | ~ATTACKERS])
+
+
+# Groups
+
+
+class CountingInLoops(Counting):
+    has_loops = True
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingInLoops])
+@pytest.mark.parametrize("size", [8, 48])
+def test_episodes_in_groups_are_those_played_all_at_once(
+    kind: type[Counting], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is multiplied, to the bit. Actions after the end of an episode do not matter."""
+    env, horizon = kind(1, 200), 101
+
+    def played(size: int) -> Any:
+        monkeypatch.setattr(rollouts, "GROUP", size)
+        monkeypatch.setattr(rollouts, "GROUP_WITH_LOOPS", size)
+        options: Any = {"num_episodes": NUM_EPISODES, "horizon": horizon, "attackers": attackers}
+        return in_numpy(jax.jit(lambda keys: rollout(env, PREFERRING, PREFERENCE, keys, **options))(agent_keys(0)))
+
+    attackers = [(RandomActionRewardFlip(), ATTACKERS), (RandomReward(), ~ATTACKERS)]
+    in_groups, at_once = played(size), played(10**6)
+    running = np.arange(at_once.actions.shape[2]) < at_once.lengths[..., None]
+    np.testing.assert_array_equal(in_groups.actions[running], at_once.actions[running])
+    for field in fields(Episodes):
+        if field.name not in ("actions", "log_probabilities"):
+            np.testing.assert_array_equal(getattr(in_groups, field.name), getattr(at_once, field.name), field.name)
+    np.testing.assert_allclose(in_groups.log_probabilities, at_once.log_probabilities, atol=1e-6)
+
+
+def test_rows_hold_every_running_episode_once() -> None:
+    rng = np.random.default_rng(3)
+    alive = rng.random((7, 21)) < rng.random((7, 1))
+    alive[2], alive[5] = False, True
+    rows = rollouts._Rows.of(jnp.asarray(alive))
+    number = int(rows.ends[-1])
+    assert number == sum(-(-count // rollouts.ROW) for count in alive.sum(axis=1)) < rows.most
+    agent, episode, present = map(np.asarray, rows.at(jnp.arange(rows.most)))
+    assert not np.any(present[number:])
+    found = np.full(alive.shape, -1)
+    for row, column in zip(*np.nonzero(present), strict=True):
+        where = agent[row], episode[row, column]
+        assert found[where] == -1
+        found[where] = row * rollouts.ROW + column
+    np.testing.assert_array_equal(found >= 0, alive)
+    np.testing.assert_array_equal(found[alive], np.asarray(rows.places)[alive])
+
+
+def test_draws_of_some_episodes_are_the_entries_of_one_array() -> None:
+    """Runs that were saved can only be repeated if no draw ever changes."""
+    keys, piece, size, chosen = agent_keys(4), jnp.asarray(3), 2, jnp.asarray([[5, 0, 19]] * NUM_AGENTS)
+    setup = rollouts.Setup(MIXED[0], PREFERRING, MIXED[1])
+    run = rollouts._Rollout(setup, rollouts.Agents((), []), keys[:, None], (), NUM_EPISODES)
+    draws = np.asarray(run.draws(keys, piece, chosen, size))
+    for agent, key in enumerate(keys):
+        shape = (run.clock.piece, NUM_EPISODES, size)
+        expected = np.asarray(jax.random.uniform(jax.random.fold_in(key, piece), shape))
+        np.testing.assert_array_equal(draws[:, agent], expected[:, chosen[agent]])
 
 
 # Continuous actions

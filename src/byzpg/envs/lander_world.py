@@ -6,7 +6,6 @@ Every array has the shape of the batch, and lists are Python tuples.
 from collections.abc import Sequence
 from functools import partial
 from math import pi
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +60,7 @@ from byzpg.envs.lander_bodies import (
     solve_hinge_position,
     solve_hinge_velocity,
 )
-from byzpg.envs.loops import Loops, any_true, choose, computed_once, map_batched, stacked
+from byzpg.envs.loops import Loops, any_true, choose, computed_once, map_batched
 from byzpg.envs.time_of_impact import IMPACT_DISTANCE, impact, out_of_reach
 
 GRAVITY = -10.0
@@ -74,8 +73,8 @@ LAST_IMPACT = 1 - 1e-6
 BOX_MARGIN = 0.1
 # In flight, once the legs are spread, the solvers settle after this many rounds.
 USUAL_VELOCITY_ITERATIONS, USUAL_POSITION_ITERATIONS = 6, 2
-# On CPUs, the chunk sizes of `Loops`: for episodes that need more rounds, and for legs that hit the ground.
-CHUNK, SMALL_CHUNK = 64, 16
+# On CPUs, the number of hulls or legs that hit the ground at once.
+CHUNK = 16
 
 
 # Contacts of a leg with the ground (b2ContactManager)
@@ -99,7 +98,7 @@ class GroundContacts(NamedTuple):
 def nearby_edges(ground: Ground, leg: Leg) -> tuple[tuple[Edge, Edge], Pair]:
     """The two edges next to a leg, and their ages (see `Leg`)."""
     edges, even_right = edges_below(ground, leg.body.pose.position[0])
-    near = tuple(overlaps(leg.box, edge) for edge in edges)
+    near = computed_once(tuple(overlaps(leg.box, edge) for edge in edges))
     fresh = tuple(inside & (age == 0) for inside, age in zip(near, leg.ages, strict=True))
     later = even_right, ~even_right  # if both come near in the same step, the right one counts as the later one
     ages = tuple(
@@ -112,7 +111,7 @@ def nearby_edges(ground: Ground, leg: Leg) -> tuple[tuple[Edge, Edge], Pair]:
         )
         for i in (0, 1)
     )
-    return edges, ages
+    return edges, computed_once(ages)
 
 
 def find_contacts(ground: Ground, leg: Leg) -> GroundContacts:
@@ -129,7 +128,7 @@ def find_contacts(ground: Ground, leg: Leg) -> GroundContacts:
             grounded = updated_contact(leg.contacts[i], manifolds[i], grounded)[1]
         flags.append(grounded)
     even_touches, odd_touches = (manifold.keys[0] >= 0 for manifold in manifolds)
-    odd_first = odd_touches & (odd_newer | ~even_touches)
+    odd_first = computed_once(odd_touches & (odd_newer | ~even_touches))
     edges, manifolds, contacts = choose(
         odd_first, (edges[::-1], manifolds[::-1], contacts[::-1]), (edges, manifolds, contacts)
     )
@@ -292,7 +291,6 @@ def solve_impact(
         needed,
         most=IMPACT_POSITION_ITERATIONS,
         usual=USUAL_POSITION_ITERATIONS,
-        chunk=SMALL_CHUNK,
     )
     constraints = map_batched(
         lambda item: contact_constraint(LEG, *item), tuple((manifold, pose) for manifold in manifolds)
@@ -306,7 +304,6 @@ def solve_impact(
         needed,
         most=VELOCITY_ITERATIONS,
         usual=USUAL_VELOCITY_ITERATIONS,
-        chunk=SMALL_CHUNK,
     )
     return pose, velocity
 
@@ -420,6 +417,7 @@ class Stepped(NamedTuple):
     legs: tuple[Leg, Leg]
     crashed: Array  # the hull touched the ground
     asleep: Array  # all bodies came to rest
+    finished: Array  # whether the solvers finished: see `Loops.may_leave`
 
 
 def step_world(
@@ -437,16 +435,16 @@ def step_world(
     """
     contacts = () if airborne else map_batched(partial(find_contacts, ground), legs)
     constants, velocities = at_start(hull, legs, contacts)
-    velocities, _ = loops.iterate(
+    velocities, unsettled = loops.iterate(
         velocity_round,
         constants,
         velocities,
         active,
         most=VELOCITY_ITERATIONS,
         usual=USUAL_VELOCITY_ITERATIONS,
-        chunk=CHUNK,
     )
-    poses = solve_positions(loops, hull, legs, contacts, velocities, active)
+    poses, uncorrected = solve_positions(loops, hull, legs, contacts, velocities, active)
+    finished = ~(unsettled | uncorrected)
     moved_hull = with_rest_time(Body(poses.hull, velocities.hull, hull.rest))
     bodies = tuple(
         with_rest_time(Body(pose, motion.velocity, leg.body.rest))
@@ -458,11 +456,11 @@ def step_world(
     moved_hull = moved_hull._replace(velocity=stopped)
     if airborne:
         moved_legs = legs_in_flight(ground, legs, bodies, velocities)
-        return Stepped(moved_hull, moved_legs, jnp.zeros_like(active), asleep)
+        return Stepped(moved_hull, moved_legs, jnp.zeros_like(active), asleep, finished)
     awake = active & ~asleep
     crashed = hull_crashes(loops, ground, hull.pose, moved_hull.pose, awake)
     moved_legs = legs_after_impacts(loops, legs, bodies, velocities, contacts, awake)
-    return Stepped(moved_hull, moved_legs, crashed, asleep)
+    return Stepped(moved_hull, moved_legs, crashed, asleep, finished)
 
 
 def at_start(
@@ -496,22 +494,20 @@ def solve_positions(
     contacts: Sequence[GroundContacts],
     velocities: Velocities,
     active: Array,
-) -> Poses:
-    """Move all bodies by their new velocities, and correct their poses."""
+) -> tuple[Poses, Array]:
+    """Move all bodies by their new velocities, and correct their poses. Also returns which landers are unfinished."""
     manifolds = tuple(each.manifolds for each in contacts) or ((), ())
     leg_poses = tuple(
         moved(leg.body.pose, motion.velocity, TIME_STEP) for leg, motion in zip(legs, velocities.legs, strict=True)
     )
-    poses, _ = loops.iterate(
+    return loops.iterate(
         position_round,
         PositionConstants(tuple(motion.hinge.side for motion in velocities.legs), manifolds),
         Poses(moved(hull.pose, velocities.hull, TIME_STEP), (leg_poses[0], leg_poses[1]), active & False),
         active,
         most=POSITION_ITERATIONS,
         usual=USUAL_POSITION_ITERATIONS,
-        chunk=CHUNK,
     )
-    return poses
 
 
 def legs_in_flight(
@@ -540,27 +536,27 @@ def legs_after_impacts(
     awake: Array,
 ) -> tuple[Leg, Leg]:
     """The legs at the end of a step, after their impacts on the ground."""
-    items = tuple(zip(legs, bodies, velocities.legs, contacts, strict=True))
-    sweeps = stacked([sweep_at_start(*item, awake) for item in items])
-    edges = stacked([each.edges for each in contacts])
-    clear = map_batched(lambda edge: out_of_reach(LEG, sweeps.start, sweeps.end, edge, IMPACT_DISTANCE), edges)
-    sweeps = loops.where_needed(
-        awake & ~(clear[0] & clear[1]), partial(resolve_impacts, loops), (edges, sweeps), sweeps, chunk=CHUNK
-    )
-    results = []
-    for i, (leg, body, motion, ground_contacts) in enumerate(items):
-        sweep = jax.tree.map(itemgetter(i), sweeps)
-        results.append(
-            Leg(
-                contacts=choose(ground_contacts.odd_first, sweep.contacts[::-1], sweep.contacts),
-                box=updated_box(leg.box, leg.body.pose, body.pose),
-                body=Body(sweep.end, sweep.velocity, body.rest),
-                hinge=motion.hinge,
-                ages=ground_contacts.ages,
-                grounded=sweep.grounded,
-            )
+
+    def after_impacts(item: tuple[Leg, Body, LegMotion, GroundContacts, Array]) -> Leg:
+        leg, body, motion, ground_contacts, awake = item
+        sweep, edges = sweep_at_start(*item), ground_contacts.edges
+        clear = map_batched(lambda edge: out_of_reach(LEG, sweep.start, sweep.end, edge, IMPACT_DISTANCE), edges)
+        sweep = loops.where_needed(
+            awake & ~(clear[0] & clear[1]), partial(resolve_impacts, loops), (edges, sweep), sweep, chunk=CHUNK
         )
-    return results[0], results[1]
+        return Leg(
+            contacts=choose(ground_contacts.odd_first, sweep.contacts[::-1], sweep.contacts),
+            box=updated_box(leg.box, leg.body.pose, body.pose),
+            body=Body(sweep.end, sweep.velocity, body.rest),
+            hinge=motion.hinge,
+            ages=ground_contacts.ages,
+            grounded=sweep.grounded,
+        )
+
+    first, second = map_batched(
+        after_impacts, tuple(zip(legs, bodies, velocities.legs, contacts, (awake, awake), strict=True))
+    )
+    return first, second
 
 
 def sweep_at_start(leg: Leg, body: Body, motion: LegMotion, contacts: GroundContacts, awake: Array) -> Sweep:

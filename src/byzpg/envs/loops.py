@@ -1,8 +1,9 @@
 """Loops inside elementwise functions, where a few elements need many iterations and most need few or none.
 
 A loop over a batch runs until its last element is done. On CPUs, the elements that need a loop are therefore taken out
-of the batch and processed in chunks. On GPUs, a loop becomes a kernel: each block of 32 elements stays in registers and
-loops only as often as its own elements need. As a plain program, every iteration would launch a dozen kernels.
+of the batch and processed in chunks, or one by one where they need very different numbers of iterations. On GPUs, a
+loop becomes a kernel: each block of 32 elements stays in registers and loops only as often as its own elements need. As
+a plain program, every iteration would launch a dozen kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 Result = TypeVar("Result")
 BLOCK = 32  # elements per block of a kernel: one warp
@@ -34,8 +36,10 @@ def stacked(items: Sequence[Any]) -> Any:
 
 
 def map_batched(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Any, ...]:
-    """Compute function(item) for every item in one call, on the stacked items."""
-    results = function(stacked(items))
+    """Compute function(item) for every item in one call, on the stacked items; of numbers, in a loop over the items."""
+    together = stacked(items)
+    on_numbers = jax.tree.leaves(together)[0].ndim == 1
+    results = lax.map(function, together) if on_numbers else function(together)
     return tuple(jax.tree.map(itemgetter(i), results) for i in range(len(items)))
 
 
@@ -48,6 +52,8 @@ def computed_once(tree: Any) -> Any:
     """
 
     def divided_by_one(value: Array) -> Array:
+        if value.dtype == jnp.bool_:
+            return divided_by_one(value.astype(jnp.float32)) > 0
         is_number = value == value
         return value / jnp.where(is_number, 1.0, 2.0)
 
@@ -60,10 +66,12 @@ class Loops:
     Args:
         in_kernels: Whether each loop is a GPU kernel.
         interpret: Whether kernels are interpreted, so that they run on any device.
+        may_leave: The number of elements that `iterate` may leave unfinished: a loop of many elements that goes on for
+            a few of them is wasteful. Kernels finish all elements.
     """
 
-    def __init__(self, *, in_kernels: bool, interpret: bool = False) -> None:
-        self.in_kernels, self.interpret = in_kernels, interpret
+    def __init__(self, *, in_kernels: bool, interpret: bool = False, may_leave: int = 0) -> None:
+        self.in_kernels, self.interpret, self.may_leave = in_kernels, interpret, may_leave
 
     def where_needed(
         self, mask: Array, function: Callable[..., Result], arguments: tuple[Any, ...], otherwise: Result, *, chunk: int
@@ -78,13 +86,20 @@ class Loops:
                 elements that are really needed.
             arguments: Its other arguments.
             otherwise: The result where the mask is false.
-            chunk: The number of elements per chunk.
+            chunk: The number of elements per chunk. With 1, the function is computed on numbers, one element after the
+                other, in a single native function: the best way if few elements need it, and those need very different
+                numbers of iterations.
         """
         shape, size = mask.shape, mask.size
-        mask = computed_once(mask.astype(jnp.float32)) > 0
+        mask = computed_once(mask)
+        if not shape:
+            return lax.cond(mask, lambda: function(mask, *arguments), lambda: otherwise)
         if self.in_kernels or size <= chunk:
             return choose(mask, function(mask, *arguments), otherwise)
         mask, arguments, otherwise = jax.tree.map(lambda leaf: leaf.reshape(-1), (mask, arguments, otherwise))
+        if chunk == 1:
+            results = _one_by_one(function, mask, arguments, otherwise)
+            return jax.tree.map(lambda leaf: leaf.reshape(shape), results)
         # Needed element number n stands at places[n − 1]; rank is how many needed elements stand up to each place.
         rank = jnp.cumsum(mask.astype(jnp.int32))
         padded = -(-size // chunk) * chunk
@@ -113,7 +128,6 @@ class Loops:
         *,
         most: int,
         usual: int,
-        chunk: int,
     ) -> tuple[Any, Array]:
         """Repeat a round for each element as long as the element is active, but at most `most` times.
 
@@ -123,26 +137,27 @@ class Loops:
             state: Arrays that a round changes.
             active: Which elements need a first round.
             most: The largest number of rounds.
-            usual: If loops run in chunks: the number of rounds of the whole batch. Elements that need more rounds are
-                then processed in chunks.
-            chunk: The number of elements per chunk.
+            usual: The number of rounds after which elements may be left unfinished, as `may_leave` says.
 
         Returns:
-            The state after the last round, and which elements would need more rounds.
+            The state after the last round, and which elements were left unfinished.
         """
 
-        def up_to(number: int, active: Array, constants: Any, state: Any) -> tuple[Any, Array]:
+        def rounds(active: Array, constants: Any, state: Any) -> tuple[Any, Array]:
+            def goes_on(carry: tuple[Array, Any, Array]) -> Array:
+                count, _, active = carry
+                if self.in_kernels or not self.may_leave:
+                    return (count < most) & any_true(active)
+                return (count < most) & (jnp.sum(active) > jnp.where(count < usual, 0, self.may_leave))
+
             def turn(carry: tuple[Array, Any, Array]) -> tuple[Array, Any, Array]:
                 count, state, active = carry
                 return count + 1, *one_round(constants, state, active)
 
-            carry = jnp.int32(0), state, active
-            return lax.while_loop(lambda carry: (carry[0] < number) & any_true(carry[2]), turn, carry)[1:]
+            count, state, active = lax.while_loop(goes_on, turn, (jnp.int32(0), state, active))
+            return state, active & (count < most)
 
-        if self.in_kernels or active.size <= chunk:
-            return self.call(partial(up_to, most), active, constants, state)
-        state, active = up_to(usual, active, constants, state)
-        return self.where_needed(active, partial(up_to, most - usual), (constants, state), (state, active), chunk=chunk)
+        return self.call(rounds, active, constants, state)
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Compute function(*arguments), as one kernel if loops run in kernels.
@@ -153,6 +168,56 @@ class Loops:
             return function(*arguments)
         leaves, structure = jax.tree.flatten(arguments)
         return _in_kernel(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)), leaves, self.interpret)
+
+
+def _one_by_one(function: Callable[..., Result], mask: Array, arguments: tuple[Any, ...], otherwise: Result) -> Result:
+    """Compute function(True, *arguments) for each true element in turn, on numbers, and take `otherwise` elsewhere.
+
+    All arrays are vectors. The loop is one native function: XLA's programs for CPUs start every operation of a loop by
+    itself, which takes longer than an operation on a number, but they compile small loops to functions, and this loop
+    is marked as one of them. Where XLA ignores the mark, the result is the same, but it takes longer.
+    """
+    packed, unpack = _packed(arguments)
+    results, unpack_results = _packed(otherwise)
+
+    @jax.jit
+    def loop(mask: Array, packed: Array, results: Array) -> Array:
+        def next_needed(place: Array) -> Array:
+            def skipped(place: Array) -> Array:
+                return (place < mask.size) & ~lax.dynamic_index_in_dim(mask, place, keepdims=False)
+
+            return lax.while_loop(skipped, lambda place: place + 1, place)
+
+        def turn(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            place, results = carry
+            chosen = unpack(lax.dynamic_index_in_dim(packed, place, keepdims=False))
+            new, _ = _packed(function(jnp.asarray(True), *chosen))
+            return next_needed(place + 1), lax.dynamic_update_index_in_dim(results, new, place, 0)
+
+        return lax.while_loop(lambda carry: carry[0] < mask.size, turn, (next_needed(jnp.int32(0)), results))[1]
+
+    # XLA compiles only calls whose arguments are all in use to a function, hence the packing.
+    marked: Any = set_xla_metadata(loop(mask, packed, results), xla_cpu_small_call="true", inlineable="false")
+    return unpack_results(marked)
+
+
+def _packed(tree: Result) -> tuple[Array, Callable[[Array], Result]]:
+    """The leaves as the last axis of one array of 32-bit numbers, and the inverse function."""
+    leaves, structure = jax.tree.flatten(tree)
+    kinds = [leaf.dtype for leaf in leaves]
+
+    def stored(leaf: Array) -> Array:
+        leaf = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
+        return lax.bitcast_convert_type(leaf, jnp.float32)
+
+    def restored(number: Array, kind: Any) -> Array:
+        number = lax.bitcast_convert_type(number, jnp.int32 if kind == jnp.bool_ else kind)
+        return number != 0 if kind == jnp.bool_ else number
+
+    def unpack(array: Array) -> Any:
+        return jax.tree.unflatten(structure, [restored(array[..., i], kind) for i, kind in enumerate(kinds)])
+
+    return jnp.stack([stored(leaf) for leaf in leaves], axis=-1), unpack
 
 
 def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[..., Result]) -> Result:

@@ -40,10 +40,14 @@ PAD_HEIGHT = HEIGHT / 4
 LARGEST_FORCE = 1000.0  # of the push at the start
 MAIN_POWER, SIDE_POWER = 13.0, 0.6
 MAIN_DEPTH, SIDE_AWAY, SIDE_HEIGHT, SIDE_HEIGHT_ACROSS = 4 / 30, 12 / 30, 14 / 30, 17 / 30
-# On CPUs, the number of episodes that take a step at once.
+# On CPUs, the number of episodes in flight that take a step at once.
 LARGE_CHUNK = 256
 # A body that is higher than this plus the way it moves in a step cannot touch the ground.
 ROOM = 0.2
+# On CPUs, so few episodes in flight step faster one by one, as all those near the ground do.
+FEW = 32
+# On CPUs, so few of a chunk step faster one by one if the chunk's solvers have to continue only for them.
+FEW_UNSETTLED = 16
 
 
 class State(NamedTuple):
@@ -182,16 +186,18 @@ class LunarLander(Component):
 
         def in_chunks(state: State, *given: Any) -> tuple[State, Array, Array]:
             loops, active = Loops(in_kernels=False), state.ended == 0
-            if state.ended.size <= LARGE_CHUNK:
-                return self.advance(loops, active, state, *given, airborne=False)
-            high, given = self.far_from_ground(state), (state, *given)
-            result = state, jnp.zeros_like(state.shaping), ~active
-            in_flight, near_ground = (partial(self.advance, loops, airborne=airborne) for airborne in (True, False))
-            result = loops.where_needed(high, in_flight, given, result, chunk=LARGE_CHUNK)
-            return loops.where_needed(~high & active, near_ground, given, result, chunk=LARGE_CHUNK)
+            result, given = (state, jnp.zeros_like(state.shaping), ~active, active), (state, *given)
+            if state.ended.size > FEW:
+                high = self.far_from_ground(state)
+                high &= jnp.sum(high) > FEW
+                in_flight = partial(self.advance, Loops(in_kernels=False, may_leave=FEW_UNSETTLED), airborne=True)
+                result = loops.where_needed(high, in_flight, given, result, chunk=LARGE_CHUNK)
+                active &= ~(high & result[3])
+            near_ground = partial(self.advance, loops, airborne=False)
+            return loops.where_needed(active, near_ground, given, result, chunk=1)[:3]
 
         def in_kernels(state: State, *given: Any) -> tuple[State, Array, Array]:
-            return self.advance(Loops(in_kernels=True), state.ended == 0, state, *given, airborne=False)
+            return self.advance(Loops(in_kernels=True), state.ended == 0, state, *given, airborne=False)[:3]
 
         return by_platform(state, action, noise, cuda=in_kernels, default=in_chunks)
 
@@ -217,10 +223,11 @@ class LunarLander(Component):
         noise: tuple[Array, ...],
         *,
         airborne: bool,
-    ) -> tuple[State, Array, Array]:
+    ) -> tuple[State, Array, Array, Array]:
         """Take a step with the `active` episodes and leave the others unchanged.
 
-        With `airborne`, the step costs less, but no active episode may touch the ground in it.
+        With `airborne`, the step costs less, but no active episode may touch the ground in it. The last result says
+        which episodes finished the step: see `Loops.may_leave`.
         """
         throttles = self.throttles(action)
         hull = Body(state.hull.pose, fire_engines(state.hull, throttles, noise), state.hull.rest)
@@ -232,7 +239,7 @@ class LunarLander(Component):
         reward = jnp.where(stepped.asleep, 100.0, jnp.where(lost, -100.0, reward))
         ended = lost | stepped.asleep
         following = State(stepped.hull, stepped.legs, state.ground, shaping, jnp.where(ended, 1.0, 0.0))
-        return choose(active, following, state), jnp.where(active, reward, 0.0), ended | ~active
+        return choose(active, following, state), jnp.where(active, reward, 0.0), ended | ~active, stepped.finished
 
 
 class LunarLanderContinuous(LunarLander):

@@ -8,7 +8,7 @@ into scatters.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,11 @@ NOISE, ATTACK_ACTIONS, ATTACK_REWARDS, RESET = 0, 1, 3, 4
 SPAN = 100
 # A span is played in this many pieces. Random numbers are drawn piece by piece, and a rollout may stop between pieces.
 PIECES = 4
+# On CPUs, the running episodes of a piece are played in groups, and the others cost nothing. A group has rows of this
+# many episodes of one agent, so that the policy's matrix products stay products of matrices.
+ROW = 8
+# The number of episodes per group: more for environments whose steps take long, so that they share the loops inside.
+GROUP, GROUP_WITH_LOOPS = 128, 256
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def rollout(
     on_actions = [(attack, mask) for attack, mask in attackers if attack.changes_actions]
     run = _Rollout(
         Setup(env, policy, horizon, tuple(attack for attack, _ in on_actions)),
-        Agents(weights, [mask for _, mask in on_actions]),
+        Agents(weights, [jnp.asarray(mask) for _, mask in on_actions]),
         keys,
         attackers,
         num_episodes,
@@ -164,54 +169,114 @@ class _Rollout:
     def play_piece(self, progress: _Progress) -> _Progress:
         """Play the next piece and write it into the episodes."""
         piece, ongoing, episodes = progress
-        inputs = self.inputs(piece)
-        in_loop, in_kernel = (partial(way, self.setup) for way in (play_in_loop, play_in_kernel))
-        ongoing, played = by_platform(
-            self.agents,
-            ongoing,
-            inputs,
-            cuda=in_kernel if fits_kernel(self.setup) else in_loop,
-            default=in_loop,
-        )
-        alive = inputs.times < ongoing.lengths[..., None]
+        ongoing, played = by_platform(piece, ongoing, cuda=self.play_all, default=self.play_running)
+        times = self.times(piece)
+        alive = times < ongoing.lengths[..., None]
         recorded = self.recorded_rewards(piece, played.rewards)
-        log_probabilities = jax.vmap(self.setup.policy.log_probability)(
-            self.agents.weights, played.outputs, played.actions
-        )
 
         def write(buffer: Array, values: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), inputs.times[0], axis=2)
+            return lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), times[0], axis=2)
 
         episodes = Episodes(
             observations=write(episodes.observations, played.observations),
             actions=write(episodes.actions, played.actions),
             rewards=write(episodes.rewards, jnp.where(alive, recorded, 0)),
-            log_probabilities=write(episodes.log_probabilities, jnp.where(alive, log_probabilities, 0)),
+            log_probabilities=write(episodes.log_probabilities, jnp.where(alive, played.log_probabilities, 0)),
             lengths=ongoing.lengths,
             returns=episodes.returns + jnp.sum(jnp.where(alive, played.rewards, 0), axis=2),
             steps=episodes.steps,
         )
         return _Progress(piece + 1, ongoing, episodes)
 
-    def inputs(self, piece: Array) -> StepInputs:
-        """The time steps of a piece, and their random numbers."""
+    def play_all(self, piece: Array, ongoing: Ongoing) -> tuple[Ongoing, "_Played"]:
+        """Play a piece of all episodes, also of those that have ended."""
+        fits = fits_kernel(self.setup)
+        every = jnp.broadcast_to(jnp.arange(self.num_episodes), ongoing.alive.shape)
+        return self.play(piece, self.agents, self.keys, every, ongoing, kernel=fits)
+
+    def play_running(self, piece: Array, ongoing: Ongoing) -> tuple[Ongoing, "_Played"]:
+        """Play a piece of the episodes that have not ended, in groups, if that is less work than to play all."""
+        number, with_loops = ongoing.alive.size, self.setup.env.has_loops
+        size = GROUP_WITH_LOOPS if with_loops else GROUP
+        if number <= size:
+            return self.play_all(piece, ongoing)
+        rows = _Rows.of(ongoing.alive)
+        in_groups = partial(self.play_groups, size // ROW, rows)
+        if with_loops:
+            return in_groups(piece, ongoing)
+        return lax.cond(2 * ROW * rows.ends[-1] <= number, in_groups, self.play_all, piece, ongoing)
+
+    def play_groups(self, num_rows: int, rows: "_Rows", piece: Array, ongoing: Ongoing) -> tuple[Ongoing, "_Played"]:
+        """Play a piece of the running episodes, `num_rows` rows at a time."""
+        num_lanes = num_rows * ROW
+
+        def play_group(first: Array) -> tuple[Ongoing, "_Played"]:
+            agent, episode, present = rows.at(first + jnp.arange(num_rows))
+            lane = agent[:, None] * self.num_episodes + episode
+            # A lane without an episode holds ones: in a state that says whether its episode has ended, it has.
+            chosen = jax.tree.map(lambda leaf: jnp.where(present, leaf.reshape(-1)[lane], 1), ongoing.state)
+            there = Ongoing(chosen, present, ongoing.lengths.reshape(-1)[lane])
+            agents = jax.tree.map(lambda leaf: leaf[agent], self.agents)
+            results = self.play(piece, agents, self.keys[agent], episode, there)
+            return jax.tree.map(lambda leaf: leaf.reshape(num_lanes, *leaf.shape[2:]), results)
+
+        def turn(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+            first, packed = carry
+            write = partial(lax.dynamic_update_slice_in_dim, start_index=first * ROW, axis=0)
+            return first + num_rows, jax.tree.map(write, packed, play_group(first))
+
+        most = -(-rows.most // num_rows) * num_lanes
+        shapes = jax.eval_shape(play_group, rows.ends[-1])
+        blank = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape[1:]), leaf.dtype), shapes)
+        _, packed = lax.while_loop(lambda carry: carry[0] < rows.ends[-1], turn, (jnp.zeros_like(rows.ends[-1]), blank))
+        after, played = jax.tree.map(lambda leaf: leaf[rows.places], packed)
+        after = jax.tree.map(partial(jnp.where, ongoing.alive), after, ongoing)
+        stays = jnp.stack(self.setup.env.observe(ongoing.state), axis=-1)[:, :, None]
+        observations = jnp.where(ongoing.alive[..., None, None], played.observations, stays)
+        return after, replace(played, observations=observations)
+
+    def play(
+        self, piece: Array, agents: Agents, keys: Array, episodes: Array, ongoing: Ongoing, *, kernel: bool = False
+    ) -> tuple[Ongoing, "_Played"]:
+        """Play a piece of the episodes with the given numbers [agent, episode]; keys are [agent, purpose]."""
+        inputs = self.inputs(piece, keys, episodes)
+        in_loop, in_kernel = (partial(way, self.setup) for way in (play_in_loop, play_in_kernel))
+        ongoing, steps = by_platform(agents, ongoing, inputs, cuda=in_kernel if kernel else in_loop, default=in_loop)
+        log_probabilities = jax.vmap(self.setup.policy.log_probability)(agents.weights, steps.outputs, steps.actions)
+        return ongoing, _Played(steps.observations, steps.actions, steps.rewards, log_probabilities)
+
+    def times(self, piece: Array) -> Array:
+        """The time steps of a piece."""
+        return piece * self.clock.piece + jnp.arange(self.clock.piece)
+
+    def inputs(self, piece: Array, keys: Array, episodes: Array) -> StepInputs:
+        """The time steps of a piece, and the random numbers of the episodes with the given numbers."""
         env, policy = self.setup.env, self.setup.policy
-        times = piece * self.clock.piece + jnp.arange(self.clock.piece)
         uniform_actions = None
         if self.setup.action_attacks:
-            uniform_actions = env.action_space.uniform(self.draws(ATTACK_ACTIONS, piece, env.action_space.size))
-        draws = self.draws(NOISE, piece, policy.noise_size + env.noise_size)
+            draws = self.draws(keys[:, ATTACK_ACTIONS], piece, episodes, env.action_space.size)
+            uniform_actions = env.action_space.uniform(draws)
+        draws = self.draws(keys[:, NOISE], piece, episodes, policy.noise_size + env.noise_size)
         for_policy, for_env = jnp.split(draws, [policy.noise_size], axis=-1)
         noise = jnp.concatenate([policy.deviates(for_policy), for_env], axis=-1)
-        return StepInputs(times, noise, uniform_actions)
+        return StepInputs(self.times(piece), noise, uniform_actions)
 
-    def draws(self, purpose: int, piece: Array, size: int) -> Array:
-        """Uniform draws [time, agent, episode, size] for one piece."""
+    def draws(self, keys: Array, piece: Array, episodes: Array, size: int) -> Array:
+        """Uniform draws [time, agent, episode, size] of one piece: those of an agent's episodes with given numbers.
 
-        def of_agent(key: Array) -> Array:
-            return jax.random.uniform(jax.random.fold_in(key, piece), (self.clock.piece, self.num_episodes, size))
+        All draws of an agent would be `uniform(fold_in(key, piece), (time, num_episodes, size))`. Draw number i of such
+        an array takes its bits from `fold_in(key, i)`, so that any draws can be computed alone.
+        """
 
-        return jax.vmap(of_agent, out_axes=1)(self.keys[:, purpose])
+        def of_agent(key: Array, episodes: Array) -> Array:
+            times = jnp.arange(self.clock.piece)[:, None, None]
+            places = (times * self.num_episodes + episodes[:, None]) * size + jnp.arange(size)
+            bits = jax.random.key_data(
+                jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, piece), places.ravel())
+            )
+            return _uniform(bits[:, 0] ^ bits[:, 1]).reshape(places.shape)
+
+        return jax.vmap(of_agent, out_axes=1)(keys, episodes)
 
     def recorded_rewards(self, piece: Array, rewards: Array) -> Array:
         """What the agents record of the environment's rewards [agent, episode, time] of one piece."""
@@ -219,6 +284,50 @@ class _Rollout:
             keys = jax.vmap(jax.random.fold_in, (0, None))(self.keys[:, ATTACK_REWARDS], piece)
             rewards = where_agents(mask, jax.vmap(attack.record)(rewards, keys), rewards)
         return rewards
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Played:
+    """A piece of all episodes: [agent, episode, time, ...]."""
+
+    observations: Array
+    actions: Array
+    rewards: Array
+    log_probabilities: Array
+
+
+class _Rows(NamedTuple):
+    """The running episodes of all agents in rows of `ROW`: each agent's episodes fill its rows one after the other."""
+
+    order: Array  # [agent, episode]: the numbers of the running episodes, then those of the others
+    counts: Array  # [agent], running episodes
+    ends: Array  # [agent], the number of rows of all agents up to this one
+    places: Array  # [agent, episode], where each running episode stands when all rows are one after the other
+    most: int  # rows, if all episodes are running
+
+    @classmethod
+    def of(cls, alive: Array) -> "_Rows":
+        num_agents, num_episodes = alive.shape
+        counts = jnp.sum(alive, axis=1)
+        number = -(-counts // ROW)
+        ends = jnp.cumsum(number)
+        places = (ends - number)[:, None] * ROW + jnp.cumsum(alive, axis=1) - 1
+        most = num_agents * -(-num_episodes // ROW)
+        return cls(jnp.argsort(~alive, axis=1), counts, ends, places, most)
+
+    def at(self, row: Array) -> tuple[Array, Array, Array]:
+        """For rows of the given numbers [row]: their agents [row], and [row, ROW] their episodes, if there are any."""
+        agent = jnp.minimum(jnp.searchsorted(self.ends, row, side="right"), len(self.ends) - 1)
+        before = jnp.where(agent > 0, self.ends[agent - 1], 0)
+        place = (row - before)[:, None] * ROW + jnp.arange(ROW)
+        present = (place < self.counts[agent][:, None]) & (row < self.ends[-1])[:, None]
+        return agent, self.order[agent[:, None], jnp.minimum(place, self.order.shape[1] - 1)], present
+
+
+def _uniform(bits: Array) -> Array:
+    """Numbers in [0, 1) from 32-bit integers, as `jax.random.uniform` computes them."""
+    return lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1
 
 
 def play_in_loop(setup: Setup, agents: Agents, ongoing: Ongoing, inputs: StepInputs) -> tuple[Ongoing, Transitions]:
