@@ -132,4 +132,4 @@ def test_elements_one_by_one_are_one_native_function() -> None:
         return WAYS["chunks"].where_needed(mask, function, (values,), values, chunk=1)
 
     program = jax.jit(run).lower(jnp.ones(300, bool), jnp.ones(300)).compile()
-    assert "xla_cpu_small_call" in program.as_text()
+    assert "xla_cpu_small_call" in str(program.as_text())

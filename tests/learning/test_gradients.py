@@ -418,7 +418,7 @@ class StoppedBaseline(GPOMDP):
 class DiscountedFromNow(GPOMDP):
     """Biased: every reward-to-go is discounted as if its step were the first one."""
 
-    def coefficients(self, rewards: Array, discount: float, log_weights: Array | None) -> Array:
+    def coefficients(self, rewards: Array, discount: Any, log_weights: Array | None) -> Array:
         return super().coefficients(rewards, discount, log_weights) / discount ** jnp.arange(rewards.shape[2])
 
 

@@ -437,7 +437,9 @@ def test_episodes_in_groups_are_those_played_all_at_once(
         monkeypatch.setattr(rollouts, "GROUP", size)
         monkeypatch.setattr(rollouts, "GROUP_WITH_LOOPS", size)
         options: Any = {"num_episodes": NUM_EPISODES, "horizon": horizon, "attackers": attackers}
-        return in_numpy(jax.jit(lambda keys: rollout(env, PREFERRING, PREFERENCE, keys, **options))(agent_keys(0)))
+        return in_numpy(
+            jax.jit(lambda keys: rollout(env, PREFERRING, jnp.asarray(PREFERENCE), keys, **options))(agent_keys(0))
+        )
 
     attackers = [(RandomActionRewardFlip(), ATTACKERS), (RandomReward(), ~ATTACKERS)]
     in_groups, at_once = played(size), played(10**6)
