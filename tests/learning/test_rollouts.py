@@ -17,6 +17,7 @@ from byzpg.envs.cartpole import CartPole
 from byzpg.envs.spaces import Box, Discrete
 from byzpg.learning import rollouts
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP, Numbers, Policy
+from byzpg.learning.rollout_kernel import Agents, Setup
 from byzpg.learning.rollouts import PIECES, SPAN, Clock, Episodes, rollout
 from byzpg.robust.attacks import Attack, RandomAction, RandomReward, RewardFlip
 from byzpg.robust.components import Component
@@ -472,8 +473,8 @@ def test_rows_hold_every_running_episode_once() -> None:
 def test_draws_of_some_episodes_are_the_entries_of_one_array() -> None:
     """Runs that were saved can only be repeated if no draw ever changes."""
     keys, piece, size, chosen = agent_keys(4), jnp.asarray(3), 2, jnp.asarray([[5, 0, 19]] * NUM_AGENTS)
-    setup = rollouts.Setup(MIXED[0], PREFERRING, MIXED[1])
-    run = rollouts._Rollout(setup, rollouts.Agents((), []), keys[:, None], (), NUM_EPISODES)
+    setup = Setup(MIXED[0], PREFERRING, MIXED[1])
+    run = rollouts._Rollout(setup, Agents((), []), keys[:, None], (), NUM_EPISODES)
     draws = np.asarray(run.draws(keys, piece, chosen, size))
     for agent, key in enumerate(keys):
         shape = (run.clock.piece, NUM_EPISODES, size)
