@@ -1,15 +1,19 @@
 """The one way to apply a rule at a receiver: a Python call, an exchange and a member of a federation all end there."""
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
-from byzpg.robust import Krum, Mean, Median, NoAttack, SignFlip
+from byzpg.robust import RFA, CenteredClipping, Clipping, Krum, Mean, Median, NoAttack, SignFlip
+from byzpg.robust.aggregators import Aggregator
 from byzpg.robust.agreement import GDA, NoAgreement
+from byzpg.robust.attacks import Knowledge, MessageAttack
 from byzpg.robust.exchange import exchange
 from byzpg.robust.geometry import Cloud
 from byzpg.robust.rules import Applied, Rule, apply_at_receiver, apply_rule
@@ -105,3 +109,23 @@ def test_the_weights_are_those_of_the_result(rule: Rule):
     assert diagnostics is not None
     assert diagnostics.weights is not None
     np.testing.assert_allclose(diagnostics.weights[OWN], applied.weights, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class ReverseOfTheResult(MessageAttack):
+    """An attack of a user's own, which calls the rule in use."""
+
+    uses_rule: ClassVar[bool] = True
+
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
+        assert isinstance(knowledge.rule, Aggregator)
+        return knowledge.same_for_all(-knowledge.rule(knowledge.vectors, num_byzantine=knowledge.num_byzantine))
+
+
+@pytest.mark.parametrize("rule", [Median(), RFA(), Clipping(CenteredClipping(), threshold=0.5)], ids=str)
+def test_an_attack_may_call_the_rule_in_use(rule: Aggregator):
+    """In an exchange, the numbers of a rule are arrays."""
+    results, _ = exchange(rule, ROWS, byzantine=[0], attack=ReverseOfTheResult(), num_byzantine=F)
+    received = np.asarray(ROWS).copy()
+    received[0] = -np.asarray(rule(ROWS, num_byzantine=F))
+    np.testing.assert_allclose(results[1], rule(received, num_byzantine=F), rtol=1e-5, atol=1e-5)

@@ -9,14 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from byzpg.robust.components import Component, Vectors, check_num_byzantine, check_vectors
+from byzpg.robust.components import (
+    Component,
+    Vectors,
+    check_num_byzantine,
+    check_vectors,
+    with_numbers,
+    without_numbers,
+)
 from byzpg.robust.geometry import Cloud
 from byzpg.robust.least_diameter import SearchLimitError
 
@@ -162,7 +169,8 @@ def apply_rule(
     mask, own_row = _check_present(present, len(rows)), _check_own(own, len(rows))
     with clear_search_errors():
         options = {"num_byzantine": num_byzantine, "with_weights": with_weights}
-        applied, is_number = _apply(rule, rows, mask, own_row, key, **options)
+        code, numbers = without_numbers(rule)  # an attack may call the rule in use, whose numbers are arrays
+        applied, is_number = _apply(code, numbers, rows, mask, own_row, key, **options)
         if isinstance(is_number, Tracer) or bool(is_number):
             return applied
     if int(applied.num_usable) < len(rows) - num_byzantine:
@@ -195,9 +203,10 @@ def _check_own(own: int | Array | None, num_rows: int) -> Array | None:
     return row
 
 
-@partial(jax.jit, static_argnames=("rule", "num_byzantine", "with_weights"))
+@partial(jax.jit, static_argnames=("code", "num_byzantine", "with_weights"))
 def _apply(
-    rule: Rule,
+    code: Rule,
+    numbers: tuple[Any, ...],
     rows: Array,
     present: Array | None,
     own: Array | None,
@@ -207,6 +216,7 @@ def _apply(
     with_weights: bool,
 ) -> tuple[Applied, Array]:
     """Apply the rule; also return whether there is no NaN in what was asked for, the weights or the result."""
+    rule = with_numbers(code, numbers)
     cloud = Cloud.received(rows, present, len(rows) - num_byzantine, own)
     applied = apply_at_receiver(rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=with_weights)
     return applied, ~jnp.any(jnp.isnan(applied.result if applied.weights is None else applied.weights))
