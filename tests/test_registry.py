@@ -1,15 +1,19 @@
 """Components by name: what is printed can be read back, what cannot be read is explained."""
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
+from jax import Array
 
 from byzpg._registry import FAMILIES, members, parse, summary
 from byzpg.robust import aggregators, agreement, attacks
 from byzpg.robust.aggregators import ARC, MDA, NNM, RFA, Bucketing, CenteredClipping, Clipping, Krum, MoNNA, TrimmedMean
 from byzpg.robust.attacks import ALIE, IPM, AvgZero, FixedSet, LargeNoise, MDAFooling, MinSum, NonFinite, RotatingSet
 from byzpg.robust.components import Component, nearest, plain_name, with_numbers, without_numbers
+from byzpg.robust.exchange import exchange
 
 WITH_OPTIONS: dict[str, list[Component]] = {
     "aggregator": [
@@ -65,6 +69,22 @@ def test_numbers_of_components_inside_others_too() -> None:
     assert numbers == (2.0, 0.5)
     assert str(with_numbers(code, [3.0, 4.0])) == "Clipping(CenteredClipping(radius=3.0), threshold=4.0)"
     assert without_numbers(IPM(epsilon=0.0)) == (IPM(epsilon=0.0), ())  # 0 may decide something: it stays code
+
+
+@dataclass(frozen=True)
+class FlipIfLarge(attacks.SignFlip):
+    """A subclass that decides by an option with which its base class only computes."""
+
+    def false_messages(self, knowledge: attacks.Knowledge, receivers: Array) -> Array:
+        return super().false_messages(knowledge, receivers) if self.scale > 2 else knowledge.truth()
+
+
+def test_a_subclass_names_its_own_numbers() -> None:
+    assert without_numbers(FlipIfLarge(scale=3.0)) == (FlipIfLarge(scale=3.0), ())
+    for scale, expected in ((3.0, -6.0), (1.0, 2.0)):
+        options: Any = {"byzantine": [1], "attack": FlipIfLarge(scale=scale), "num_byzantine": 1}
+        results, _ = exchange(aggregators.Mean(), np.full((2, 1), 2, np.float32), **options)
+        np.testing.assert_allclose(results[0], (2 + expected) / 2)
 
 
 def test_families_hold_every_concrete_class_and_no_other() -> None:

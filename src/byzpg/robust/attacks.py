@@ -380,7 +380,6 @@ class _LineSearch(MessageAttack):
         candidates: How many factors of each sign are tried, each half of the one before.
     """
 
-    numbers: ClassVar[tuple[str, ...]] = ("largest",)
     uses_rule: ClassVar[bool] = True
     largest: float = 10.0
     candidates: int = 16
@@ -429,6 +428,8 @@ class OptimalALIE(_LineSearch):
         [ -6. -11.]
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("largest",)
+
     def direction(self, knowledge: Knowledge) -> Array:
         return knowledge.deviation()
 
@@ -446,6 +447,8 @@ class OptimalIPM(_LineSearch):
         >>> print(OptimalIPM(candidates=4).gradients(knowledge, jnp.array([0]))[0, 0].round(1))
         [-18. -27.]
     """
+
+    numbers: ClassVar[tuple[str, ...]] = ("largest",)
 
     def direction(self, knowledge: Knowledge) -> Array:
         return knowledge.mean()

@@ -21,7 +21,8 @@ class Component:
     """
 
     # Options that a compiled program may take as data, so that it serves all their values: the component only computes
-    # with them, and never decides by them. 0 and None may decide: they stay code.
+    # with them, and never decides by them. 0 and None may decide: they stay code. A subclass names its own: its code may
+    # decide by an option that its base class only computes with.
     numbers: ClassVar[tuple[str, ...]] = ()
 
     def __str__(self) -> str:
@@ -64,9 +65,10 @@ def without_numbers(component: C) -> tuple[C, tuple[Any, ...]]:
         IPM(epsilon=0.7)
     """
     options, numbers = {}, []
+    names = vars(type(component)).get("numbers", ())
     for option in fields(component):  # pyright: ignore[reportArgumentType]
         value = getattr(component, option.name)
-        if option.name in component.numbers and (isinstance(value, Array) or (isinstance(value, float) and value != 0)):
+        if option.name in names and (isinstance(value, Array) or (isinstance(value, float) and value != 0)):
             numbers.append(value)
             value = _NUMBER
         elif isinstance(value, Component):
