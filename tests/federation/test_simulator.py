@@ -1,14 +1,15 @@
 """The simulator against agents that are run one by one, and the five algorithms against each other."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from byzpg import Config, Run, train
 from byzpg.config import Settings
@@ -19,6 +20,7 @@ from byzpg.federation.schedule import Paper, iteration_stream
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState
 from byzpg.robust.aggregators import Aggregator
 from byzpg.robust.agreement import Agreement
+from byzpg.robust.attacks import Attack
 from byzpg.runs import RunDirectory
 from byzpg.training import BLOCK, resume_all, simulation_of
 
@@ -381,6 +383,29 @@ def test_attackers_play_as_their_federation_says() -> None:
         alone = simulation_of(each)
         (expected,), _ = alone.run(alone.start(), [LARGE], 0, only_large=True)
         np.testing.assert_allclose(state.agents.direction, expected.agents.direction, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class ScaledReward(Attack):
+    """An attack of a user's own on play, which names a number."""
+
+    poisons_play: ClassVar[bool] = True
+    numbers: ClassVar[tuple[str, ...]] = ("factor",)
+    factor: float = 1.0
+
+    def record(self, reward: Array, key: Array) -> Array:
+        return self.factor * reward
+
+
+def test_an_attack_on_play_may_name_numbers() -> None:
+    federation = settings_of(algorithm="ByzPG", num_agents=5, rounds=None, aggregator="Mean").federation()
+    factors = 1.0, 5.0, -15.0
+    simulation = Simulation(tuple(replace(federation, attack=ScaledReward(factor=each)) for each in factors), (3,))
+    states, _ = simulation.run(simulation.start(), [LARGE], 0, only_large=True)
+    directions = [np.asarray(state.agents.direction) for state in states]
+    # The gradient is linear in the rewards of the one attacker.
+    np.testing.assert_allclose(directions[2] - directions[0], -4 * (directions[1] - directions[0]), atol=1e-4)
+    assert np.abs(directions[1] - directions[0]).max() > 0.01
 
 
 OTHER_PLAY: list[dict[str, Any]] = [

@@ -66,6 +66,8 @@ def without_numbers(component: C) -> tuple[C, tuple[Any, ...]]:
     """
     options, numbers = {}, []
     names = vars(type(component)).get("numbers", ())
+    if getattr(component, "poisons_play", False):  # the episodes of all federations are one batch
+        names = ()
     for option in fields(component):  # pyright: ignore[reportArgumentType]
         value = getattr(component, option.name)
         if option.name in names and (isinstance(value, Array) or (isinstance(value, float) and value != 0)):
