@@ -216,6 +216,19 @@ def test_a_worker_on_a_gpu_trains_the_cells_of_a_program_together(cells: Sequenc
     assert heard[-1].finished == 6
 
 
+@pytest.mark.parametrize("kind", ["failed", "lost"])
+def test_a_failure_together_is_no_attempt_of_a_cell(cells: Sequence[Cell], kind: str) -> None:
+    """One cell makes all cells fail that train with it, so each of them has all its attempts left."""
+    unlucky = cells[1].name
+    script = {(cell.name, 1): kind for cell in cells[:3]} | {(unlucky, 2): kind}
+    workers, heard = Scripted(1, script, together=True), list[Progress]()
+    assert run(cells, workers, 0, heard.append) == {unlucky: "why"}
+    assert sorted(workers.sizes) == [1, 1, 1, 3, 3]
+    assert (heard[-1].finished, heard[-1].failed) == (5, 1)
+    assert [progress.done for progress in heard][-1] == 1
+    assert sum("alone" in progress.news for progress in heard) == 3
+
+
 def test_cells_that_train_together_end_as_alone_up_to_rounding(tmp_path: Path) -> None:
     swept = "[grid]\nstep_size = [0.01, 0.2]\nattack = ['SignFlip', 'SignFlip(scale=3.0)']"
     chosen = grid(f"{SHARED}estimator = 'GPOMDP()'\n{swept}").cells

@@ -235,7 +235,8 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
     Args:
         cells: The cells to train.
         workers: Who trains them.
-        retries: How often a cell that failed, or lost its worker, is tried again.
+        retries: How often a cell that failed, or lost its worker, is tried again. A failure of several cells together
+            does not count: each of them is then tried alone.
         on_progress: Called after every event; what it raises stops the sweep.
 
     Returns:
@@ -245,6 +246,7 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
     waiting, running = list(cells), dict[str, float]()
     attempts, failed, finished = Counter[str](), dict[str, str](), 0
     latest: dict[int, Any] = {}  # the program of each worker
+    together, alone = set[str](), set[str]()  # cells that train with others, and those that no longer do
 
     def report(news: str = "") -> None:
         over = finished + len(failed)
@@ -266,8 +268,9 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
             if waiting:
                 first = _next(waiting, latest.get(worker), set(latest.values()))
                 given = [first]
-                if workers.together and not attempts[first.name]:  # a cell that failed is tried again alone
-                    given = [cell for cell in waiting if cell.program == first.program and not attempts[cell.name]]
+                if workers.together and first.name not in alone:
+                    given = [cell for cell in waiting if cell.program == first.program and cell.name not in alone]
+                (together if len(given) > 1 else alone).update(cell.name for cell in given)
                 latest[worker] = first.program
                 for cell in given:
                     waiting.remove(cell)
@@ -284,7 +287,14 @@ def run(cells: Sequence[Cell], workers: Workers, retries: int, on_progress: OnPr
                 del running[name]
             if event.kind == "finished":
                 finished += 1
-            if event.kind in ("failed", "lost"):
+            if event.kind in ("failed", "lost") and name in together:
+                # Another cell may be the cause, so this was no attempt of its own.
+                together.remove(name)
+                alone.add(name)
+                del attempts[name]
+                waiting.append(event.cell)
+                news = f"{name} failed together with others, and will be tried again alone: {event.reason}"
+            elif event.kind in ("failed", "lost"):
                 again = attempts[name] <= retries
                 if again:
                     waiting.append(event.cell)  # at the end, so that the others are trained before it fails again
