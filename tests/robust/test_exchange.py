@@ -418,6 +418,26 @@ def test_many_receivers_share_their_work(rule, size, group_bytes, monkeypatch):
             np.testing.assert_allclose(results[receiver], expected, rtol=1e-5, atol=1e-5, err_msg=f"{trial} {receiver}")
 
 
+@dataclass(frozen=True)
+class MedianOfLeastDiameter(aggregators.Aggregator):
+    """A rule of a user's own that ignores far rows, and is no weighted mean."""
+
+    ignores_far_rows: ClassVar[bool] = True
+
+    def combine(self, cloud, num_byzantine, key):
+        keep = cloud.num_points - num_byzantine
+        members = least_diameter.least_diameter_subset(cloud.distances(), cloud.usable, keep, node_limit=1000)
+        rows, among = cloud.rows(members)
+        return jnp.nanmedian(jnp.where(jnp.stack(among)[:, None], jnp.concatenate(rows), jnp.nan), axis=0)
+
+
+def test_a_rule_that_asks_for_rows_may_ignore_far_ones(group_bytes):
+    rule = MedianOfLeastDiameter()
+    expected, _ = ask(rule, attacks.LargeNoise())
+    group_bytes(1)
+    np.testing.assert_allclose(ask(rule, attacks.LargeNoise())[0], expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 2**30])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(target="both"), SPLIT], ids=str)
 def test_no_result_without_an_own_vector_and_none_lost_for_it(attack, size, group_bytes):

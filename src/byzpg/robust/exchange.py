@@ -479,7 +479,7 @@ def _at_group_of_many(
     setting: _Setting, messages: _Messages, key: Array, receivers: Array
 ) -> tuple[Array, Array | None]:
     """As `_at_group`, where many receivers are worth more code: without false messages that have no influence."""
-    if not setting.rule.ignores_far_rows:
+    if not (setting.rule.ignores_far_rows and setting.rule.has_weights):  # other rules ask for the rows themselves
         return _at_group(setting, messages, key, receivers)
     with_false, without = (partial(_at_group, setting, messages, key, receivers, told=told) for told in (True, False))
     _, counts = messages.different(setting, receivers, messages.to_each(setting, receivers))
