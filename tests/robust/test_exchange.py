@@ -419,6 +419,24 @@ def test_many_receivers_share_their_work(rule, size, group_bytes, monkeypatch):
 
 
 @dataclass(frozen=True)
+class JustInside(attacks.MessageAttack):
+    """Messages that are as far from the centre of the honest vectors as a member of the subset can be: 2.9 of 3 R."""
+
+    def false_messages(self, knowledge, receivers):
+        return jnp.broadcast_to(2.9 + 1e-3 * receivers[:, None, None], (len(receivers), *knowledge.truth().shape[1:]))
+
+
+def test_a_row_that_is_far_but_not_too_far_counts(group_bytes):
+    """With the centre 0 and R = 1, seven honest rows at 1 and both false ones are closer together than all honest."""
+    vectors = np.ones((K, 1), np.float32)
+    vectors[[0, 2, *ATTACKERS], 0] = 0, -1, -1, -1
+    group_bytes(1)
+    results, _ = ask(aggregators.MDA(), JustInside(), vectors=vectors)
+    assert np.all(np.asarray(results)[HONEST] > 1)
+    assert_law(results, aggregators.MDA(), JustInside(), vectors=vectors)
+
+
+@dataclass(frozen=True)
 class MedianOfLeastDiameter(aggregators.Aggregator):
     """A rule of a user's own that ignores far rows, and is no weighted mean."""
 
