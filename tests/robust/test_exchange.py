@@ -13,6 +13,7 @@ import twins
 from byzpg.robust import aggregators, agreement, attacks, least_diameter
 from byzpg.robust import exchange as module
 from byzpg.robust.attacks import Knowledge
+from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import attack_key, exchange, rule_key
 from byzpg.robust.least_diameter import SearchLimitError
 
@@ -416,6 +417,39 @@ def test_many_receivers_share_their_work(rule, size, group_bytes, monkeypatch):
         for receiver, rows in enumerate(held(Scripted(), "parameters", ATTACKERS, vectors, range(K), key=key)):
             expected = naive(rule, rows, receiver)
             np.testing.assert_allclose(results[receiver], expected, rtol=1e-5, atol=1e-5, err_msg=f"{trial} {receiver}")
+
+
+def test_a_server_has_what_an_honest_agent_has():
+    """Where agents apply the same rule in the same program, the server's result is read off one of them."""
+    attack, attackers = attacks.SignFlip(), (0, K - 1)  # agents that hold something else: their own true vectors
+    vectors = np.stack([true_vectors(), 1 - true_vectors()])
+
+    @jax.jit
+    def together(vectors, keys):
+        shared: Any = {
+            "num_byzantine": F,
+            "phase": "gradients",
+            "vectors": vectors,
+            "byzantine": jnp.tile(jnp.asarray(attackers), (2, 1)),
+            "keys": keys,
+            "iteration": jnp.zeros(2, int),
+        }
+        of_runs = with_numbers(without_numbers(attack)[0], [jnp.ones(2)])
+        rounds = [
+            module.Round.of(aggregators.MultiKrum(), of_runs, at_server=at_server, **shared)
+            for at_server in (True, False, True)
+        ]
+        return module.exchange_all(rounds)
+
+    found = together(vectors, jnp.stack([KEY, KEY]))
+    for run, rows in enumerate(vectors):
+        for (results, report), at_server in zip(found, (True, False, True), strict=True):
+            options: Any = {"attackers": attackers, "vectors": rows, "at_server": at_server, "diagnose": True}
+            expected, diagnostics = ask(aggregators.MultiKrum(), attack, **options)
+            np.testing.assert_allclose(results[run], np.reshape(expected, (-1, D)), rtol=1e-5, atol=1e-5)
+            for name in ("error", "honest_variance", "diameter_before", "diameter_after", "weights"):
+                of_run = getattr(report, name)[run]
+                np.testing.assert_allclose(of_run, getattr(diagnostics, name), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @dataclass(frozen=True)
