@@ -34,8 +34,8 @@ from byzpg.envs.lander_world import (
     position_round,
     velocity_round,
 )
-from byzpg.envs.loops import Loops
-from byzpg.envs.lunar_lander import LARGE_CHUNK, LunarLander, LunarLanderContinuous, State
+from byzpg.envs.loops import Loops, choose
+from byzpg.envs.lunar_lander import FEW, LARGE_CHUNK, LunarLander, LunarLanderContinuous, State
 from byzpg.envs.spaces import Box, Discrete
 from byzpg.envs.time_of_impact import IMPACT_DISTANCE, impact, out_of_reach
 
@@ -322,6 +322,26 @@ def test_its_step_can_be_lowered_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
         "triton"
         in jax.jit(lambda *given: LANDER.step(*given)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     )
+
+
+def test_landers_that_a_chunk_leaves_unsettled_step_one_by_one() -> None:
+    """Most are in flight with spread legs. The legs of ten spread out, which takes the solver many more rounds."""
+    noise, no_action = halves((BATCH,)), (jnp.zeros(BATCH, int),)
+    fresh = state = RESET(jax.random.split(jax.random.key(1), BATCH))
+    for _ in range(45):
+        state, _, ended = STEP(state, no_action, noise)
+        assert not np.any(ended)
+    is_fresh = jnp.arange(BATCH) < 10
+    state = choose(is_fresh, fresh, state)
+    high = np.asarray(LANDER.far_from_ground(state))
+    assert np.all(high[:10])
+    assert np.sum(high) > FEW
+    together, _, _ = STEP(state, no_action, noise)
+    for first in range(0, BATCH, FEW):
+        few = (jnp.arange(BATCH) >= first) & (jnp.arange(BATCH) < first + FEW)  # so few step one by one
+        alone, _, _ = STEP(state._replace(ended=jnp.where(few, 0.0, 1.0)), no_action, noise)
+        for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_allclose(one[few], other[few], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
