@@ -26,9 +26,9 @@ class Sweep:
     """Run a grid of options, on this machine or on a Ray cluster.
 
     Every combination of options is a cell, and every cell is a run of its own. On CPUs it has one core for itself, so
-    its result does not depend on where it is trained; on a GPU, cells with the same rules and attacks train side by
-    side. Finished cells are kept and skipped: a grid that was stopped continues, and a larger grid only trains what is
-    new.
+    its result does not depend on where it is trained; on a GPU of this machine, cells that differ only in numbers train
+    side by side. Finished cells are kept and skipped: a grid that was stopped continues, and a larger grid only trains
+    what is new.
 
     Example: byzpg sweep grid.toml --workers 4
     """
@@ -41,7 +41,7 @@ class Sweep:
     address: str | None = None
     """Address of a Ray cluster: host:port, ray://host:port or auto. Default: a new Ray instance on this machine."""
     workers: int | None = None
-    """Number of cells trained at once. Default: one per core. With GPUs: one on this machine, one per GPU on Ray."""
+    """Number of workers. Default: one per core. With GPUs: one on this machine, one per GPU on Ray."""
     retries: int = 2
     """Number of further attempts for a cell that failed or lost its worker."""
     directory: Path | None = None

@@ -21,8 +21,8 @@ class Component:
     """
 
     # Options that a compiled program may take as data, so that it serves all their values: the component only computes
-    # with them, and never decides by them. 0 and None may decide: they stay code. A subclass names its own: its code may
-    # decide by an option that its base class only computes with.
+    # with them, and never decides by them. 0 and None may decide: they stay code. A subclass names its own numbers: its
+    # code may decide by an option with which its base class only computes.
     numbers: ClassVar[tuple[str, ...]] = ()
 
     def __str__(self) -> str:
