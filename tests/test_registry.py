@@ -69,6 +69,7 @@ def test_numbers_of_components_inside_others_too() -> None:
     assert numbers == (2.0, 0.5)
     assert str(with_numbers(code, [3.0, 4.0])) == "Clipping(CenteredClipping(radius=3.0), threshold=4.0)"
     assert without_numbers(IPM(epsilon=0.0)) == (IPM(epsilon=0.0), ())  # 0 may decide something: it stays code
+    assert without_numbers(IPM(epsilon=-1e-60)) == (IPM(epsilon=-1e-60), ())  # as data it would be 0
 
 
 @dataclass(frozen=True)

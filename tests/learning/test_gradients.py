@@ -25,7 +25,7 @@ from byzpg.learning.gradients import (
 )
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP, Numbers, Policy
 from byzpg.learning.rollouts import Clock, Episodes, rollout
-from byzpg.robust.components import Component
+from byzpg.robust.components import Component, with_numbers, without_numbers
 
 ESTIMATORS = [REINFORCE(), REINFORCE("leave-one-out"), GPOMDP(), GPOMDP("leave-one-out")]
 IMPORTANCE = [ImportanceWeights(mode, cap) for mode in ("trajectory", "per-decision") for cap in (None, 1.0, 2.5)]
@@ -125,6 +125,15 @@ def test_importance_weights_with_a_floor_are_the_naive_ones() -> None:
         np.testing.assert_allclose(np.exp(log_weights), expected, rtol=2e-5, err_msg=str(importance))
     certain = naive_weights(ImportanceWeights(), log_ratios.astype(np.float64), now.astype(np.float64))
     assert np.min(np.exp(found[0][0]) / certain) < 0.6  # the floor strongly reduces the weights of long episodes
+
+
+def test_a_floor_may_be_smaller_than_float32_can_hold() -> None:
+    """The probability of a long episode is smaller still."""
+    importance, now = ImportanceWeights(floor=1e-60), jnp.full((1, 1, 500), -0.3)
+    code, numbers = without_numbers(importance)
+    log_weights, _ = with_numbers(code, [jnp.float32(number) for number in numbers]).log_weights(now, now)
+    expected = 150 + np.log(1e-60)  # −log(1 + ε/p), p = exp(−150)
+    np.testing.assert_allclose(log_weights[0, 0, -1], -np.logaddexp(0, expected), rtol=1e-4)
 
 
 def test_importance_weights_and_their_health_are_the_naive_ones() -> None:

@@ -7,6 +7,7 @@ c [agent, episode, time]; one function, `weighted_scores`, computes the gradient
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from math import log
 from typing import ClassVar, Literal
 
 import jax
@@ -24,6 +25,11 @@ Number = float | Array
 def per_agent(number: Number, num_axes: int) -> Array:
     """The number in a shape that broadcasts over arrays of `num_axes` axes, the first of which is [agent]."""
     return jnp.reshape(jnp.asarray(number), (-1,) + (1,) * (num_axes - 1))
+
+
+def _log(number: Number) -> Number:
+    """The logarithm, also of a number that float32 cannot hold."""
+    return jnp.log(number) if isinstance(number, Array) else log(number)
 
 
 @dataclass(frozen=True)
@@ -139,9 +145,9 @@ class ImportanceWeights(Component):
 
         plain = up_to_here(before - now)
         if not (isinstance(self.floor, int | float) and self.floor == 0):  # log(p + ε) = log p + log(1 + ε/p)
-            plain -= jax.nn.softplus(jnp.log(per_agent(self.floor, 3)) - up_to_here(now))
+            plain -= jax.nn.softplus(per_agent(_log(self.floor), 3) - up_to_here(now))
         whole = plain[:, :, -1]
-        limit = jnp.inf if self.cap is None else jnp.log(per_agent(self.cap, 2))
+        limit = jnp.inf if self.cap is None else per_agent(_log(self.cap), 2)
         capped = jnp.minimum(plain, jnp.expand_dims(limit, 2)) if self.cap is not None else plain
         # The effective sample size does not change if all weights are divided by the largest. This avoids overflow.
         relative = jnp.exp(capped[:, :, -1] - jnp.max(capped[:, :, -1], axis=1, keepdims=True))

@@ -21,8 +21,8 @@ class Component:
     """
 
     # Options that a compiled program may take as data, so that it serves all their values: the component only computes
-    # with them, and never decides by them. 0 and None may decide: they stay code. A subclass names its own numbers: its
-    # code may decide by an option with which its base class only computes.
+    # with them, and never decides by them. 0 and None may decide: they stay code. So do numbers that float32 cannot
+    # hold. A subclass names its own numbers: it may decide by an option with which its base class only computes.
     numbers: ClassVar[tuple[str, ...]] = ()
 
     def __str__(self) -> str:
@@ -51,6 +51,12 @@ class _Number:
 _NUMBER = _Number()
 
 
+def _fits_float32(value: float) -> bool:
+    """Whether the number is neither 0 nor would become 0 or infinite."""
+    limits = np.finfo(np.float32)
+    return bool(limits.tiny <= abs(value) <= limits.max)
+
+
 def without_numbers(component: C) -> tuple[C, tuple[Any, ...]]:
     """Separate code from data: the component with placeholders for its numbers, and the numbers.
 
@@ -70,7 +76,7 @@ def without_numbers(component: C) -> tuple[C, tuple[Any, ...]]:
         names = ()
     for option in fields(component):  # pyright: ignore[reportArgumentType]
         value = getattr(component, option.name)
-        if option.name in names and (isinstance(value, Array) or (isinstance(value, float) and value != 0)):
+        if option.name in names and (isinstance(value, Array) or (isinstance(value, float) and _fits_float32(value))):
             numbers.append(value)
             value = _NUMBER
         elif isinstance(value, Component):
