@@ -464,7 +464,9 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     if len(receivers) <= at_once:
         return _at_group(setting, messages, key, receivers)
     at_group = partial(_at_group, setting, messages, key, many=True)
-    if setting.rule.differs_by_receiver:
+    rule, attack = setting.rule, setting.attack
+    # Random messages differ, unless the rule ignores them, so that looking for equal ones would only draw them twice.
+    if rule.differs_by_receiver or (attack.needs_key and messages.equivocal and not rule.ignores_far_rows):
         return _in_groups(at_group, receivers, at_once, len(receivers))
     is_new = ~_same_as_before(setting, messages, receivers, at_once)
     firsts = receivers[jnp.nonzero(is_new, size=len(receivers), fill_value=0)[0]]
