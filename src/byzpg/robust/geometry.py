@@ -383,7 +383,7 @@ class Cloud:
         raw = self.shared.raw
         index = jnp.argmax(stored[0, :-1])
         centre = jnp.where(self.shared.usable[index], raw[index], 0)
-        return _around(centre, stored, dot(stored[:, :-1], _centred(raw, centre)))[0]
+        return _around(centre, stored, _sum_around(centre, stored[0, :-1], raw))[0]
 
     def _of_stored(self, coefficients: Array) -> Array:
         """Return coefficients [m, n + 1] of points as coefficients [m, c + p + 1] of stored rows."""
