@@ -294,7 +294,7 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
     receive = jax.vmap(partial(_receive, diagnose=True, shards=shards))
     for (code, _), members in groups.items():
         parts = [(replace(each, code=code), false_rows) for _, each, false_rows in members]
-        outcome, begin = receive(*_as_one(parts)), 0
+        outcome, begin = receive(*joined(parts)), 0
         for index, each, _ in members:
             end = begin + len(each.vectors)
             theirs = jax.tree.map(partial(lax.slice_in_dim, start_index=begin, limit_index=end), outcome)
@@ -312,9 +312,11 @@ def _at_honest_agent(round_: Round, results: Array, diagnostics: Diagnostics) ->
     return results[honest], replace(diagnostics, error=error, weights=weights)
 
 
-def _as_one(parts: Sequence[Any]) -> Any:
-    """The runs of several rounds as one."""
-    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+def joined(parts: Sequence[Any]) -> Any:
+    """The rows of several parts as one batch. A leaf without an axis is the same for all: the first is taken."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves) if leaves[0].ndim else leaves[0], *parts)
 
 
 @partial(jax.jit, static_argnames=("diagnose", "shards"))
