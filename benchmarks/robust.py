@@ -14,7 +14,7 @@ faster). Our time includes computing the attack's messages. Times are the best o
 and counts the faster of the two. It prints how far their result is from ours, relative to the largest entry. Calls take
 turns, so that they share what else the machine does. One receiver is a plain call. All receivers are our exchange, and
 for a library one call per receiver. Some results differ by design: ByzPy's median of an even number of values is the
-lower middle one; the subsets of MDA tie; ByzFL and ByzPy look for CAF's direction in one and three random steps.
+lower middle one, and ByzFL and ByzPy look for CAF's direction in one and three power iterations instead of exactly.
 """
 
 import argparse

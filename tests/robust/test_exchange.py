@@ -349,6 +349,7 @@ WATCHED = WatchedSplit(scale=3.0)
         (agreement.GDA(), WATCHED, 1),  # one by one
         (aggregators.TrimmedMean(), attacks.SignFlip(), 7500),  # one for the honest, and each attacker
         (BUCKETS, attacks.SignFlip(), 250),
+        (aggregators.TrimmedMean(), attacks.LargeNoise(), 7500),  # random messages, which are not compared
     ],
     ids=str,
 )
@@ -365,7 +366,6 @@ def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
 class Scripted(attacks.MessageAttack):
     """Receivers in runs of up to three get the same messages. Each is true, repeated, close, far or not finite."""
 
-    needs_key: ClassVar[bool] = True
     target: attacks.Target = "both"
 
     def false_messages(self, knowledge, receivers):

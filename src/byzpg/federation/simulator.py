@@ -26,7 +26,7 @@ from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
 from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
 from byzpg.learning.rollouts import Episodes, PlayAttacks
 from byzpg.robust.components import with_numbers, without_numbers
-from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all
+from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all, joined
 from byzpg.robust.rules import clear_search_errors
 
 # What an entry of a block of iterations is.
@@ -225,7 +225,7 @@ class _Table:
         def of_kind(*leaves: Array) -> Array:
             return jnp.stack(leaves, axis=1).reshape(-1, *leaves[0].shape[1:]) if leaves[0].ndim else leaves[0]
 
-        return _joined([jax.tree.map(of_kind, *(trees[index] for index in kind.members)) for kind in self.kinds])
+        return joined([jax.tree.map(of_kind, *(trees[index] for index in kind.members)) for kind in self.kinds])
 
     def by_federation(self, rows: Any, num_seeds: int) -> dict[int, Any]:
         """The inverse of `rows`, by the index of the federation."""
@@ -482,15 +482,8 @@ def _attacks_on_play(tables: tuple[_Table, ...], players: list[Players], num_see
     ]
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """The rows of several parts as one batch. A leaf without an axis is the same for all: the first is taken."""
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves) if leaves[0].ndim else leaves[0], *parts)
-
-
 def _separated(tree: Any, sizes: Sequence[int]) -> list[Any]:
-    """The inverse of `_joined`: the rows of each part, which has `sizes` rows."""
+    """The inverse of `joined`: the rows of each part, which has `sizes` rows."""
     if len(sizes) == 1:
         return [tree]
     ends = np.cumsum(sizes)[:-1]
@@ -511,9 +504,9 @@ def _estimates(
     played = _separated(episodes, sizes) if len(groups) > 1 else []
     results: dict[int, tuple[Array, Sampled]] = {}
     for code, members in groups.items():
-        states = _joined([players[index] for index in members]).agents
-        agent = with_numbers(code, _joined([separated[index][1] for index in members]))
-        theirs = _joined([played[index] for index in members]) if played else episodes
+        states = joined([players[index] for index in members]).agents
+        agent = with_numbers(code, joined([separated[index][1] for index in members]))
+        theirs = joined([played[index] for index in members]) if played else episodes
         found = agent.estimate(states, theirs, large)
         results |= zip(members, _separated(found, [sizes[index] for index in members]), strict=True)
     return [results[index] for index in range(len(agents))]
@@ -547,7 +540,7 @@ def _iteration(
         attacks = _attacks_on_play(tables, players, num_seeds)
         players = _merge(players)
         # Not whole players: the optimizers of other tables may have other states.
-        parameters, play_keys = _joined([(each.agents.parameters, each.keys) for each in players])
+        parameters, play_keys = joined([(each.agents.parameters, each.keys) for each in players])
         episodes = play(parameters, play_keys, batch_is_large, attacks)
         agents = [
             _repeated(this.agent, len(each.keys) // this.num_rows)
@@ -598,7 +591,7 @@ def _aggregated(
     found = []
     for each, this, of_table in zip(iterations, gradients, rounds, strict=True):
         if of_table:
-            aggregated, report = _joined([next(outcomes) for _ in of_table])
+            aggregated, report = joined([next(outcomes) for _ in of_table])
             aggregated = by.kept(aggregated)
             own = aggregated if each.table.code.centralized else this.own
             exchanged = _exchange_metrics(each.draws.is_honest, report)
@@ -625,7 +618,7 @@ class _Iteration:
     def agent(self) -> Agent:
         """The agents' code, with numbers [row]."""
         code = self.table.code.agent
-        return with_numbers(code, _joined([without_numbers(each.agent)[1] for each in self.federations]))
+        return with_numbers(code, joined([without_numbers(each.agent)[1] for each in self.federations]))
 
     def gradients(self, estimates: Array, sampled: Sampled) -> _Gradients:
         """What the players estimated, before any message."""
@@ -667,7 +660,7 @@ class _Iteration:
 
             def agree(parameters: Array, message_keys: Array) -> tuple[Array, tuple[Array, Array]]:
                 rounds = self.rounds("parameters", parameters, message_keys)
-                agreed, report = _joined(exchange_all(rounds, self.by.receivers))
+                agreed, report = joined(exchange_all(rounds, self.by.receivers))
                 return self.by.kept(agreed), (report.diameter_before, report.diameter_after)
 
             sent = _split(agents.parameters, num_rows)

@@ -153,7 +153,7 @@ def _sorted(rows: list[Array], usable: list[Array], ranks: range) -> tuple[list[
     return ascending(values, ranks), lax.optimization_barrier(jnp.sum(jnp.stack(usable)))
 
 
-def _sum_between(values: list[Array], first: Array, stop: Array, ranks: range) -> Array:
+def _sum_of_listed(values: list[Array], first: Array, stop: Array, ranks: range) -> Array:
     """Σ values[j] for first ≤ j < stop, all of which are known to be among `ranks`."""
     return sum(
         (jnp.where((first <= j) & (j < stop), values[j], 0) for j in ranks),
@@ -174,7 +174,7 @@ def _middle_ranks(fewest: int, most: int) -> range:
 def _middle(values: list[Array], num_usable: Array, ranks: range) -> Array:
     """The median of the first `num_usable` of ascending values; it is among `ranks`."""
     low, high = (num_usable - 1) // 2, num_usable // 2
-    return _sum_between(values, low, high + 1, ranks) / (high - low + 1)
+    return _sum_of_listed(values, low, high + 1, ranks) / (high - low + 1)
 
 
 def _gaps(rows: list[Array], usable: list[Array], centre: Array) -> list[Array]:
@@ -243,7 +243,7 @@ class TrimmedMean(Aggregator):
         keep = cloud.num_points - num_byzantine
         values, num_usable = _sorted(*cloud.rows(), range(keep))
         trim = _faults_left(cloud.num_points, num_usable, num_byzantine)
-        total = sum(values[num_byzantine:keep], _sum_between(values, trim, trim + keep, range(num_byzantine)))
+        total = sum(values[num_byzantine:keep], _sum_of_listed(values, trim, trim + keep, range(num_byzantine)))
         return total[0] / (keep - trim)
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
@@ -315,7 +315,7 @@ class Bulyan(Aggregator):
         median = _middle(*_sorted(rows, selected, ranks), ranks)
         gaps = _gaps(rows, selected, median)
         count, ranks = num_usable - 4 * faults, range(least - 1, most)
-        limit = _sum_between(ascending(gaps, ranks), count - 1, count, ranks)
+        limit = _sum_of_listed(ascending(gaps, ranks), count - 1, count, ranks)
         return _mean_near(rows, gaps, median, limit, count)[0]
 
 

@@ -294,7 +294,7 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
     receive = jax.vmap(partial(_receive, diagnose=True, shards=shards))
     for (code, _), members in groups.items():
         parts = [(replace(each, code=code), false_rows) for _, each, false_rows in members]
-        outcome, begin = receive(*_as_one(parts)), 0
+        outcome, begin = receive(*joined(parts)), 0
         for index, each, _ in members:
             end = begin + len(each.vectors)
             theirs = jax.tree.map(partial(lax.slice_in_dim, start_index=begin, limit_index=end), outcome)
@@ -312,9 +312,11 @@ def _at_honest_agent(round_: Round, results: Array, diagnostics: Diagnostics) ->
     return results[honest], replace(diagnostics, error=error, weights=weights)
 
 
-def _as_one(parts: Sequence[Any]) -> Any:
-    """The runs of several rounds as one."""
-    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+def joined(parts: Sequence[Any]) -> Any:
+    """The rows of several parts as one batch. A leaf without an axis is the same for all: the first is taken."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves) if leaves[0].ndim else leaves[0], *parts)
 
 
 @partial(jax.jit, static_argnames=("diagnose", "shards"))
@@ -405,20 +407,18 @@ class _Messages:
         """Return which attackers the receivers are [receiver, b]."""
         return receivers[:, None] == self.knowledge.byzantine
 
-    def truth_held_by(self, receiver: Array, own: Array | None) -> Cloud:
-        """Return what one receiver holds without false messages, as if they had not arrived."""
-        no_rows, sender = self.knowledge.vectors[:0], self.sender[: len(self.shared.raw)]
-        cloud = Cloud.of(self.shared, no_rows, is_sound(no_rows), place=self.true_row, sender=sender, own=own)
-        truthful = self.knowledge.is_honest | (jnp.arange(self.knowledge.num_agents) == receiver)
-        return replace(cloud, usable=cloud.usable & truthful)
+    def held_by(self, receiver: Array, private: Array, heard: Array, own: Array | None, *, often_none: bool) -> Cloud:
+        """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers.
 
-    def held_by(self, receiver: Array, private: Array, own: Array | None) -> Cloud:
-        """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers."""
+        Of the messages that only this receiver holds, it uses those that are `heard` [Byzantine sender].
+        """
         agents = jnp.arange(self.knowledge.num_agents)
         truthful = self.knowledge.is_honest | (agents == receiver)
         # The false row of attacker j comes b rows after its true one.
         place = jnp.where(truthful, self.true_row, self.true_row + len(self.knowledge.byzantine))
-        return Cloud.of(self.shared, private, is_sound(private), place=place, sender=self.sender, own=own)
+        return Cloud.of(
+            self.shared, private, heard, place=place, sender=self.sender, own=own, often_unusable=often_none
+        )
 
     def receivers_at_once(self, setting: _Setting) -> int:
         """Return how many receivers fit into memory at once, by an estimate of what one of them takes."""
@@ -465,33 +465,16 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     at_once = messages.receivers_at_once(setting)
     if len(receivers) <= at_once:
         return _at_group(setting, messages, key, receivers)
-    at_group = partial(_at_group_of_many, setting, messages, key)
-    if setting.rule.differs_by_receiver:
+    at_group = partial(_at_group, setting, messages, key, many=True)
+    rule, attack = setting.rule, setting.attack
+    # Random messages differ, unless the rule ignores them, so that looking for equal ones would only draw them twice.
+    if rule.differs_by_receiver or (attack.needs_key and messages.equivocal and not rule.ignores_far_rows):
         return _in_groups(at_group, receivers, at_once, len(receivers))
     is_new = ~_same_as_before(setting, messages, receivers, at_once)
     firsts = receivers[jnp.nonzero(is_new, size=len(receivers), fill_value=0)[0]]
     found = _in_groups(at_group, firsts, at_once, jnp.sum(is_new))
     stands_for = jnp.cumsum(is_new) - 1
     return jax.tree.map(lambda leaf: leaf[stands_for], found)
-
-
-def _at_group_of_many(
-    setting: _Setting, messages: _Messages, key: Array, receivers: Array
-) -> tuple[Array, Array | None]:
-    """As `_at_group`, where many receivers are worth more code: without false messages that have no influence."""
-    if not (setting.rule.ignores_far_rows and setting.rule.has_weights):  # other rules ask for the rows themselves
-        return _at_group(setting, messages, key, receivers)
-    with_false, without = (partial(_at_group, setting, messages, key, receivers, told=told) for told in (True, False))
-    _, counts = messages.different(setting, receivers, messages.to_each(setting, receivers))
-    influenced = jnp.any(counts & ~messages.is_own(receivers))
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(without))
-    return _where(influenced, with_false, _where(~influenced, without, nothing))
-
-
-def _where(condition: Array, compute: Callable[[], Any], otherwise: Any) -> Any:
-    """Return compute() if the condition holds. Under vmap, unlike lax.cond, skip it where the condition never holds."""
-    start = condition, otherwise
-    return lax.while_loop(lambda state: state[0], lambda _: (jnp.zeros_like(condition), compute()), start)[1]
 
 
 def _same_as_before(setting: _Setting, messages: _Messages, receivers: Array, at_once: int) -> Array:
@@ -515,26 +498,31 @@ def _same_as_before(setting: _Setting, messages: _Messages, receivers: Array, at
 
 
 def _at_group(
-    setting: _Setting, messages: _Messages, key: Array, receivers: Array, *, told: bool = True
+    setting: _Setting, messages: _Messages, key: Array, receivers: Array, *, many: bool = False
 ) -> tuple[Array, Array | None]:
     """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K] at a group of receivers.
 
-    Unless they are `told` anything false, no false messages have arrived.
+    If it is one of `many` groups, then private messages without influence are left out.
     """
     rule = setting.rule
+    private = messages.to_each(setting, receivers)
+    selective = many and messages.equivocal and rule.ignores_far_rows
+    heard = messages.different(setting, receivers, private)[1] if selective else is_sound(private)
+    if selective:
+        heard &= ~messages.is_own(receivers)
 
-    def at_receiver(receiver: Array, private: Array | None) -> tuple[Array, Array | None]:
+    def at_receiver(receiver: Array, private: Array, heard: Array) -> tuple[Array, Array | None]:
         own = None if setting.at_server else receiver
         applied = apply_at_receiver(
             rule,
-            messages.truth_held_by(receiver, own) if private is None else messages.held_by(receiver, private, own),
+            messages.held_by(receiver, private, heard, own, often_none=selective),
             num_byzantine=setting.num_byzantine,
             key=rule_key(key, receiver),
             with_weights=setting.diagnose and rule.has_weights,
         )
         return applied.result, applied.weights
 
-    return jax.vmap(at_receiver)(receivers, messages.to_each(setting, receivers) if told else None)
+    return jax.vmap(at_receiver)(receivers, private, heard)
 
 
 def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weights: Array | None) -> Diagnostics:

@@ -8,7 +8,9 @@ Inner products are those around a row inside the majority. Parameters may differ
 float32 Gram matrix would lose that difference to cancellation. The origin is one more point, for rules that clip norms.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,18 @@ UNROLLED_SUM = 32
 def dot(left: Array, right: Array) -> Array:
     """Return the matrix product in full float32, on accelerators too."""
     return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
+
+
+def computed_if(condition: Array, compute: Callable[..., Any], operands: tuple[Any, ...], *, otherwise: Any) -> Any:
+    """Return compute(*operands) if the condition holds. Under vmap, unlike lax.cond, skip it where it never holds.
+
+    It is a loop of at most one turn. Its operands depend on the turn, or XLA would compute it before the loop, always.
+    """
+
+    def once(turn: Array, _: Any) -> Any:
+        return compute(*jax.tree.map(lambda leaf: jnp.where(turn == 0, leaf, jnp.zeros_like(leaf)), operands))
+
+    return lax.fori_loop(0, condition.astype(jnp.int32), once, otherwise)
 
 
 def is_sound(vectors: Vectors) -> Array:
@@ -239,15 +253,26 @@ class Cloud:
         place: Array,
         sender: Array,
         own: Array | None,
+        often_unusable: bool = False,
     ) -> "Cloud":
         """Return the cloud whose point j is row place[j], and whose row i can only be point sender[i].
 
-        Shared rows are counted first, then private ones.
+        Shared rows are counted first, then private ones. If none of these are usable, as is `often` the case in a large
+        federation, their products are skipped.
         """
+
+        def products(centred: Array) -> tuple[Array, Array]:
+            cross = jnp.where(private_usable[:, None] & shared.usable, _row_products(centred, shared.centred), 0)
+            return cross, _inner_products(centred, private_usable)
+
         centred = _centred(private, shared.centre)
         usable = jnp.concatenate([shared.usable, private_usable])
-        cross = jnp.where(private_usable[:, None] & shared.usable, _row_products(centred, shared.centred), 0)
-        stored = jnp.block([[shared.inner, cross.T], [cross, _inner_products(centred, private_usable)]])
+        if often_unusable:
+            none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(products, centred))
+            cross, inner = computed_if(jnp.any(private_usable), products, (centred,), otherwise=none)
+        else:
+            cross, inner = products(centred)
+        stored = jnp.block([[shared.inner, cross.T], [cross, inner]])
         origin = jnp.concatenate([_towards_origin(shared.centred, shared), _towards_origin(centred, shared)])
         return Cloud(
             shared=shared,
@@ -358,7 +383,7 @@ class Cloud:
         raw = self.shared.raw
         index = jnp.argmax(stored[0, :-1])
         centre = jnp.where(self.shared.usable[index], raw[index], 0)
-        return _around(centre, stored, dot(stored[:, :-1], _centred(raw, centre)))[0]
+        return _around(centre, stored, _sum_around(centre, stored[0, :-1], raw))[0]
 
     def _of_stored(self, coefficients: Array) -> Array:
         """Return coefficients [m, n + 1] of points as coefficients [m, c + p + 1] of stored rows."""

@@ -19,7 +19,7 @@ of these subsets or in none. Scores cost more than all else, and are computed on
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import combinations
 from math import comb
 from typing import NamedTuple
@@ -93,11 +93,15 @@ def _by_listing(distances: Array, usable: Array, size: int) -> Array:
 
 
 def _pack(mask: Array) -> Array:
+    """Return the rows of one mask [K], or of each of several [K, K], as sets."""
     width = mask.shape[-1]
     words = -(-width // 32)
     mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, 32 * words - width)])
-    bits = mask.reshape(*mask.shape[:-1], 32, words).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)[:, None]
-    return jnp.sum(bits, axis=-2, dtype=jnp.uint32)
+    if mask.ndim == 1:  # a reduction, which is computed once and not wherever it is used
+        bits = mask.reshape(32, words).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)[:, None]
+        return jnp.sum(bits, axis=0, dtype=jnp.uint32)
+    bits = (mask[:, bit * words : (bit + 1) * words].astype(jnp.uint32) << np.uint32(bit) for bit in range(32))
+    return reduce(lax.bitwise_or, bits)
 
 
 def _unpack(words: Array, width: int) -> Array:
@@ -267,8 +271,9 @@ class _Problem:
         )
 
     def diameter_without(self, dropped: Array) -> Array:
-        # Without the barrier, XLA would unpack the set again for each of the K² distances.
-        inside = lax.optimization_barrier(self.usable & ~_unpack(dropped, self.num_rows))
+        # A reduction is computed once. XLA would compute `_unpack` again for each of the K² distances.
+        single, _ = _constant_sets(self.num_rows)
+        inside = self.usable & ~jnp.any(dropped & single, axis=1)
         return jnp.max(jnp.where(inside[:, None] & inside[None, :], self.distances, 0))
 
     def ball(self) -> Array:
@@ -356,7 +361,7 @@ class _Problem:
         # Without the pairs that are exactly as far apart as the least diameter, which were too many, one row less need
         # be dropped for each of them. If there is one such pair, then no row can be dropped without need, and a row
         # that is far from no other is in all of the subsets.
-        touching = jnp.where(usable, _count(_pack(self.distances == best.high)), 0)
+        touching = jnp.where(usable, jnp.sum(self.distances == best.high, axis=1), 0)
         tight = jnp.sum(touching) <= 2
         open_rows = self.usable_set & ~hopeless
         in_need = _count(far & open_rows) > 0
@@ -395,7 +400,6 @@ class _Problem:
 
 
 def _by_search(distances: Array, usable: Array, size: int, node_limit: int) -> Array:
-    distances = lax.optimization_barrier(distances)  # else XLA would compute them again wherever they are used
     budget = jnp.sum(usable) - size
     problem = _Problem(distances, usable, size, node_limit, budget=budget, usable_set=_pack(usable))
     return problem.first_in_order(problem.least_diameter())
