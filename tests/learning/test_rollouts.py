@@ -452,6 +452,26 @@ def test_episodes_in_groups_are_those_played_all_at_once(
     np.testing.assert_allclose(in_groups.log_probabilities, at_once.log_probabilities, atol=1e-6)
 
 
+def test_agents_in_turns_play_what_they_play_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, except for what is recorded after the end of an episode, which does not matter."""
+
+    def played(turn: int) -> Any:
+        monkeypatch.setattr(rollouts, "TURN", turn)
+        attackers = [(RandomActionRewardFlip(), ATTACKERS), (RandomReward(), ~ATTACKERS)]
+        options: Any = {"num_episodes": NUM_EPISODES, "horizon": 101, "attackers": attackers}
+        play = jax.jit(lambda keys: rollout(Counting(1, 200), PREFERRING, jnp.asarray(PREFERENCE), keys, **options))
+        return in_numpy(play(agent_keys(0)))
+
+    at_once = played(10**6)
+    running = np.arange(at_once.actions.shape[2]) < at_once.lengths[..., None]
+    for turn in (NUM_EPISODES, 30):  # six turns of one agent, or four of two agents, the last of which is filled up
+        in_turns = played(turn)
+        for field in fields(Episodes):
+            values, expected = getattr(in_turns, field.name), getattr(at_once, field.name)
+            over_time = values.shape[:3] == running.shape
+            np.testing.assert_array_equal(*((values[running], expected[running]) if over_time else (values, expected)))
+
+
 def test_rows_hold_every_running_episode_once() -> None:
     rng = np.random.default_rng(3)
     alive = rng.random((7, 21)) < rng.random((7, 1))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,13 +35,14 @@ BY_COORDINATE = PartitionSpec(None, None, COORDINATES)  # of vectors [row, agent
 # is then done on all devices: with small vectors and many agents that is most of the work, so receivers are divided.
 MOST_BYTES_ON_EACH = 2**23
 
-# Shorter compilation, on CPUs by the first option and on GPUs by the second, for programs that then run about as fast.
-# What the user sets in XLA_FLAGS takes precedence.
-QUICK_COMPILATION = {
-    option: value
-    for option, value in {"xla_backend_optimization_level": 1, "xla_gpu_enable_triton_gemm": False}.items()
-    if option not in os.environ.get("XLA_FLAGS", "")
-}
+# Shorter compilation, on CPUs by the first and the last option and on GPUs by the second, for programs that then run
+# about as fast. What the user sets in XLA_FLAGS takes precedence.
+QUICK_COMPILATION: dict[str, int | bool] = {"xla_backend_optimization_level": 1, "xla_gpu_enable_triton_gemm": False}
+if version("jaxlib").startswith("0.10."):  # only where it was measured: an option that XLA does not know is an error
+    QUICK_COMPILATION["xla_cpu_use_fusion_emitters"] = False
+for option in [*QUICK_COMPILATION]:
+    if option in os.environ.get("XLA_FLAGS", ""):
+        del QUICK_COMPILATION[option]
 
 # The most that compiled programs may take on the disk; the ones used least recently make way for new ones.
 MOST_KEPT_BYTES = 2**30

@@ -107,8 +107,10 @@ class Simulation:
 
     def initial_parameters(self) -> np.ndarray:
         """θ_0 [d] of the first seed: the coin that follows from it is common to all seeds."""
-        first = _start(jnp.asarray(self.seeds), _separated_numbers(self.federations[:1])[0])[0]
-        return np.asarray(first.agents.parameters[0, 0])
+        # The program that `start` runs, unless all states together need several devices.
+        federations = self.federations[:1] if devices.divides_coordinates(self._mesh()) else self.federations
+        first = _start(jnp.asarray(self.seeds), _separated_numbers(federations)[0])[0]
+        return np.asarray(first.agents.parameters)[0, 0]
 
     def run(
         self,
@@ -160,7 +162,7 @@ class Simulation:
         return devices.mesh_for(len(self.seeds), max(num_agents), exchange_bytes=4 * len(self.seeds) * coordinates)
 
 
-@partial(jax.jit, static_argnames="purpose")
+@jax.jit
 def _keys(seeds: Array, purpose: int) -> Array:
     return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), purpose))(seeds)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from byzpg.envs.loops import by_platform
 from byzpg.learning.policies import Policy, Weights
 from byzpg.learning.rollouts import Clock, Episodes
 from byzpg.robust.components import Component, check_choice, check_positive
@@ -216,12 +217,33 @@ def weighted_scores(policy: Policy, parameters: Array, episodes: Episodes, coeff
     def total(weights: Weights, observations: Array, actions: Array, coefficients: Array) -> Array:
         return jnp.sum(coefficients * policy.log_probability(weights, policy.outputs(weights, observations), actions))
 
-    scores = jax.vmap(jax.vmap(jax.grad(total)), (0, None, None, 0))
+    def scores(span: Array, weights: Weights, observations: Array, actions: Array, coefficients: Array) -> Weights:
+        observations, actions = _span(clock, observations, span), _span(clock, actions, span)
+        coefficients = jax.vmap(partial(_span, clock), (0, None))(coefficients, span)
+        return jax.vmap(jax.vmap(jax.grad(total)), (0, None, None, 0))(weights, observations, actions, coefficients)
+
+    def of_all(span: Array, sums: Weights) -> Weights:
+        here = scores(span, weights, episodes.observations, episodes.actions, coefficients)
+        return jax.tree.map(jnp.add, sums, here)
+
+    def of_running(span: Array, sums: Weights) -> Weights:
+        """One agent at a time, whose part fits into the cache; agents whose episodes have all ended cost nothing."""
+
+        def of_next(index: Array, sums: Weights) -> Weights:
+            agent = order[index]
+            take = partial(lax.dynamic_slice_in_dim, start_index=agent, slice_size=1)
+            before, theirs = jax.tree.map(partial(take, axis=1), (sums, weights))
+            played = take(episodes.observations), take(episodes.actions), take(coefficients, axis=1)
+            after = jax.tree.map(jnp.add, before, scores(span, theirs, *played))
+            return jax.tree.map(partial(lax.dynamic_update_slice_in_dim, start_index=agent, axis=1), sums, after)
+
+        return lax.fori_loop(0, jnp.sum(longest > span * clock.span), of_next, sums)
+
+    longest = jnp.max(episodes.lengths, axis=1)
+    order = jnp.argsort(-longest)
 
     def add(span: Array, sums: Weights) -> Weights:
-        observations, actions = _span(clock, episodes.observations, span), _span(clock, episodes.actions, span)
-        here = scores(weights, observations, actions, jax.vmap(partial(_span, clock), (0, None))(coefficients, span))
-        return jax.tree.map(jnp.add, sums, here)
+        return by_platform(span, sums, cuda=of_all, default=of_running)
 
     sums = lax.fori_loop(0, _num_spans(episodes, clock), add, jax.tree.map(jnp.zeros_like, weights))
     flat = [part.reshape(num_sets, num_agents, -1) for part in jax.tree.leaves(sums)]

@@ -33,6 +33,9 @@ PIECES = 4
 ROW = 8
 # The number of episodes per group: more for environments whose steps take long, so that they share the loops inside.
 GROUP, GROUP_WITH_LOOPS = 128, 256
+# On CPUs, agents play in turns of about this many episodes, and a turn ends when its last episode has ended, because
+# federations that share a program may play for very different times.
+TURN = 400
 
 
 @dataclass(frozen=True)
@@ -104,18 +107,42 @@ def rollout(
         horizon: The number of time steps after which an episode is cut off.
         attackers: Attacks on play. They change the actions and the recorded rewards of the agents in their masks.
     """
-    weights = jax.vmap(policy.unflatten)(parameters)
-    keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(RESET + 1)))(keys)
-    on_actions = [(attack, mask) for attack, mask in attackers if attack.changes_actions]
-    run = _Rollout(
-        Setup(env, policy, horizon, tuple(attack for attack, _ in on_actions)),
-        Agents(weights, [jnp.asarray(mask) for _, mask in on_actions]),
-        keys,
-        attackers,
-        num_episodes,
-    )
-    episodes = lax.while_loop(run.unfinished, run.play_piece, run.start()).episodes
+    attacks, masks = [attack for attack, _ in attackers], [jnp.asarray(mask) for _, mask in attackers]
+
+    def play(agents: _Given) -> Episodes:
+        weights = jax.vmap(policy.unflatten)(agents.parameters)
+        keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(RESET + 1)))(agents.keys)
+        attackers = [*zip(attacks, agents.masks, strict=True)]
+        on_actions = [(attack, mask) for attack, mask in attackers if attack.changes_actions]
+        run = _Rollout(
+            Setup(env, policy, horizon, tuple(attack for attack, _ in on_actions)),
+            Agents(weights, [mask for _, mask in on_actions]),
+            keys,
+            attackers,
+            num_episodes,
+        )
+        return lax.while_loop(run.unfinished, run.play_piece, run.start()).episodes
+
+    def in_turn(agents: _Given) -> Episodes:
+        number = len(agents.keys)
+        num_turns = 1 if env.has_loops else max(1, round(number * num_episodes / TURN))
+        size = -(-number // num_turns)
+        if num_turns == 1:
+            return play(agents)
+        each = jnp.minimum(jnp.arange(num_turns * size), number - 1).reshape(num_turns, size)
+        episodes = lax.map(play, jax.tree.map(lambda leaf: leaf[each], agents))
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:number], episodes)
+
+    episodes = by_platform(_Given(parameters, keys, masks), cuda=play, default=in_turn)
     return replace(episodes, steps=jnp.max(episodes.lengths))
+
+
+class _Given(NamedTuple):
+    """What a rollout is given of each agent: arrays [agent, ...]."""
+
+    parameters: Array
+    keys: Array
+    masks: list[Array]  # for each attack, the agents that commit it
 
 
 class _Progress(NamedTuple):
@@ -271,10 +298,7 @@ class _Rollout:
         def of_agent(key: Array, episodes: Array) -> Array:
             times = jnp.arange(self.clock.piece)[:, None, None]
             places = (times * self.num_episodes + episodes[:, None]) * size + jnp.arange(size)
-            bits = jax.random.key_data(
-                jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, piece), places.ravel())
-            )
-            return _uniform(bits[:, 0] ^ bits[:, 1]).reshape(places.shape)
+            return _uniform(_bits(jax.random.key_data(jax.random.fold_in(key, piece)), places))
 
         return jax.vmap(of_agent, out_axes=1)(keys, episodes)
 
@@ -323,6 +347,23 @@ class _Rows(NamedTuple):
         place = (row - before)[:, None] * ROW + jnp.arange(ROW)
         present = (place < self.counts[agent][:, None]) & (row < self.ends[-1])[:, None]
         return agent, self.order[agent[:, None], jnp.minimum(place, self.order.shape[1] - 1)], present
+
+
+def _bits(key: Array, place: Array) -> Array:
+    """The two halves of `key_data(fold_in(key, place))`, combined by XOR; `key` is a key's data.
+
+    This is Threefry-2x32 (Salmon et al. 2011). On CPUs, JAX's own is a loop of small kernels and takes three times as
+    long.
+    """
+    schedule = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    left, right = jnp.broadcast_to(key[0], place.shape), place.astype(jnp.uint32) + key[1]
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            left = left + right
+            right = ((right << rotation) | (right >> (32 - rotation))) ^ left
+        left = left + schedule[(group + 1) % 3]
+        right = right + schedule[(group + 2) % 3] + jnp.uint32(group + 1)
+    return left ^ right
 
 
 def _uniform(bits: Array) -> Array:
