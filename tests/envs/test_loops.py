@@ -8,9 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from byzpg.envs.loops import Loops, any_true, choose, computed_once, map_batched
+from byzpg.envs.kernels import BLOCK, in_kernel
+from byzpg.envs.loops import Loops, any_true, choose, computed_once
 
-WAYS = {"chunks": Loops(in_kernels=False), "kernels": Loops(in_kernels=True, interpret=True)}
+WAYS = {"chunks": Loops(in_kernel=False), "kernel": Loops(in_kernel=True)}
+
+
+def run_by(way: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), in a kernel if the way is one."""
+    if way == "kernel":
+        return in_kernel(function, *arguments, interpret=True)
+    return jax.jit(function)(*arguments)
 
 
 def collatz(number: np.ndarray, most: int = 10**9) -> tuple[np.ndarray, np.ndarray]:
@@ -38,18 +46,15 @@ def one_round(constants: Any, state: Any, active: jax.Array) -> tuple[Any, jax.A
 @pytest.mark.parametrize("most", [1000, 3])
 def test_each_element_gets_as_many_rounds_as_it_needs(way: str, shape: tuple[int, ...], most: int) -> None:
     may_leave, usual = 20, 2
-    loops = Loops(in_kernels=False, may_leave=may_leave) if way == "leaving" else WAYS[way]
+    loops = Loops(in_kernel=False, may_leave=may_leave) if way == "leaving" else WAYS[way]
     numbers = np.random.default_rng(0).integers(1, 2000, size=shape, dtype=np.int32)
     wanted = np.random.default_rng(1).random(shape) < 0.8
-    zero = jnp.zeros(shape, jnp.int32)
 
-    @jax.jit
     def run(numbers: jax.Array, wanted: jax.Array) -> Any:
-        constants = (jnp.full(shape, 3),)
-        active = wanted & (numbers > 1)
-        return loops.iterate(one_round, constants, (numbers, zero), active, most=most, usual=usual)
+        constants, active = (jnp.full_like(numbers, 3),), wanted & (numbers > 1)
+        return loops.iterate(one_round, constants, (numbers, numbers * 0), active, most=most, usual=usual)
 
-    (ends, turns), left = run(jnp.asarray(numbers), jnp.asarray(wanted))
+    (ends, turns), left = run_by(way, run, jnp.asarray(numbers), jnp.asarray(wanted))
     expected_ends, expected_turns = collatz(np.asarray(numbers), most)
     assert np.sum(left) <= (may_leave if way == "leaving" else 0)
     assert np.all(np.asarray(turns)[np.asarray(left)] >= usual)
@@ -72,16 +77,14 @@ def test_where_needed_changes_only_what_the_mask_says(way: str, share: float, ch
         sizes.append(wanted.size)
         return {"sum": value + other, "wanted": wanted}
 
-    result = WAYS[way].where_needed(
-        jnp.asarray(mask),
-        function,
-        (jnp.asarray(values), jnp.ones((3, 50))),
-        {"sum": -jnp.asarray(values), "wanted": jnp.zeros((3, 50), bool)},
-        chunk=chunk,
-    )
+    def run(mask: jax.Array, values: jax.Array) -> Any:
+        otherwise = {"sum": -values, "wanted": mask & False}
+        return WAYS[way].where_needed(mask, function, (values, jnp.ones_like(values)), otherwise, chunk=chunk)
+
+    result = run_by(way, run, jnp.asarray(mask), jnp.asarray(values))
     np.testing.assert_array_equal(result["sum"], np.where(mask, values + 1, -values))
     np.testing.assert_array_equal(result["wanted"], mask)
-    assert set(sizes) == {chunk if way == "chunks" else 150}
+    assert set(sizes) == {chunk if way == "chunks" else BLOCK}
 
 
 def test_a_kernel_takes_any_shape_and_booleans() -> None:
@@ -94,22 +97,36 @@ def test_a_kernel_takes_any_shape_and_booleans() -> None:
         return value, ~flag
 
     flag, value = np.arange(45).reshape(5, 9) % 2 == 0, 1 + np.arange(45, dtype=np.float32).reshape(5, 9)
-    results = [way.call(function, jnp.asarray(flag), jnp.asarray(value)) for way in WAYS.values()]
+    results = [run_by(way, function, jnp.asarray(flag), jnp.asarray(value)) for way in WAYS]
     for one, other in zip(*results, strict=True):
         assert one.shape == (5, 9)
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(results[0][1], ~flag)
 
 
-@pytest.mark.parametrize("shape", [(4,), ()])
-def test_map_batched_is_map(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("way", "shape"), [("chunks", (4,)), ("chunks", ()), ("kernel", (40,))])
+def test_a_map_is_a_map(way: str, shape: tuple[int, ...]) -> None:
     items = [(jnp.full(shape, 2.0) + i, jnp.ones(shape) * i) for i in range(3)]
 
     def function(item: Any) -> dict[str, jax.Array]:
-        return {"product": item[0] * item[1]}
+        return {"product": item[0] * item[1], "less": item[1] < 1}
 
-    for item, result in zip(items, map_batched(function, items), strict=True):
+    results = run_by(way, lambda *items: WAYS[way].map(function, items), *items)
+    for item, result in zip(items, results, strict=True):
         np.testing.assert_array_equal(result["product"], item[0] * item[1])
+        np.testing.assert_array_equal(result["less"], item[1] < 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_kernel_skips_what_no_element_of_a_block_needs(way: str) -> None:
+    """A block that has one such element computes the function for all, so that it must leave the others unchanged."""
+    mask = np.arange(100) == 40
+
+    def run(mask: jax.Array, values: jax.Array) -> Any:
+        return WAYS[way].if_any(mask, lambda value: (value + 1,), (values,))[0]
+
+    result = run_by(way, run, jnp.asarray(mask), jnp.zeros(100))
+    np.testing.assert_array_equal(result, (np.arange(100) // BLOCK == 1) if way == "kernel" else np.ones(100))
 
 
 @pytest.mark.parametrize("transform", [lambda function: function, jax.jit])

@@ -24,6 +24,7 @@ from byzpg.envs.box2d import (
     collide,
     contact_constraint,
 )
+from byzpg.envs.kernels import in_kernel
 from byzpg.envs.lander_bodies import HULL, LEG, Hinge, HingeConstraint, highest_ground, hinge_constraint
 from byzpg.envs.lander_world import (
     LegMotion,
@@ -205,7 +206,7 @@ def arguments_of(function: Any) -> Any:
 
 @pytest.mark.parametrize("function", [velocity_round, position_round, impact], ids=lambda each: each.__name__)
 def test_functions_in_kernels_are_elementwise_except_for_the_conditions_of_loops(function: Any) -> None:
-    called = partial(impact, LEG) if function is impact else function
+    called = partial(function, LEG if function is impact else Loops(in_kernel=False))
     jaxpr = jax.make_jaxpr(called)(*arguments_of(function), jax.ShapeDtypeStruct((5,), bool))
     found = operations(jaxpr.jaxpr)
     names = {name for name, _ in found}
@@ -245,18 +246,19 @@ def test_the_velocity_solver_runs_180_rounds_unless_nothing_moves() -> None:
     tilts: Any = np.linspace(-0.9, 0.9, 45).astype(np.float32)
     falling = Velocity((0.1 * tilts, 0 * tilts - 1), 0 * tilts)
     constants, state = flush_legs(tilts, falling)
-    going = jnp.ones(len(tilts), bool)
+    going, loops = jnp.ones(len(tilts), bool), Loops(in_kernel=False)
 
     @jax.jit
     def plain(state: Any) -> Any:
-        return jax.lax.fori_loop(0, 180, lambda _, state: velocity_round(constants, state, going)[0], state)
+        return jax.lax.fori_loop(0, 180, lambda _, state: velocity_round(loops, constants, state, going)[0], state)
 
     expected = jax.tree.leaves(plain(state))
-    for way in (Loops(in_kernels=False), Loops(in_kernels=True, interpret=True)):
-        ours = jax.jit(partial(way.iterate, velocity_round, most=180, usual=6))
-        solved, _ = ours(constants, state, going)
+    for way in (loops, Loops(in_kernel=True)):
+        ours = partial(way.iterate, partial(velocity_round, way), most=180, usual=6)
+        run = partial(in_kernel, ours, interpret=True) if way.in_kernel else jax.jit(ours)
+        solved, _ = run(constants, state, going)
         for one, other in zip(jax.tree.leaves(solved), expected, strict=True):
-            np.testing.assert_allclose(one, other, atol=2e-4, err_msg="kernels" if way.in_kernels else "chunks")
+            np.testing.assert_allclose(one, other, atol=2e-4, err_msg="kernel" if way.in_kernel else "chunks")
 
 
 def test_the_highest_ground_is_that_of_dense_sampling() -> None:
@@ -310,6 +312,19 @@ def test_a_lander_whose_leg_touches_is_not_far_from_the_ground() -> None:
     contact = left.contacts[1]._replace(keys=(jnp.zeros(BATCH), left.contacts[1].keys[1]))
     touching = state._replace(legs=(left._replace(contacts=(left.contacts[0], contact)), right))
     assert not np.any(np.asarray(far(touching)))
+
+
+@pytest.mark.slow
+def test_a_kernel_steps_as_a_plain_program_does() -> None:
+    """The states are far above the ground, near it and touching it."""
+    state, action = some_states()
+    state = state._replace(ended=state.ended.at[:3].set(1.0))
+    given = state, (jnp.asarray(action),), halves((BATCH,))
+    plain, kernel = STEP(*given), in_kernel(LANDER.step_in_kernel, *given, interpret=True)
+    np.testing.assert_array_equal(kernel[2], plain[2])
+    np.testing.assert_allclose(kernel[1], plain[1], atol=1e-2)
+    for one, other in zip(jax.tree.leaves(kernel[0]), jax.tree.leaves(plain[0]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.slow
@@ -372,7 +387,7 @@ def test_continuous_actions_are_gymnasiums() -> None:
 
     @jax.jit
     def step(state: State, *given: Any) -> Any:
-        return environment.advance(Loops(in_kernels=False), state.ended == 0, state, *given, airborne=True)[:3]
+        return environment.advance(Loops(in_kernel=False), state.ended == 0, state, *given, airborne=True)[:3]
 
     episodes = recorded("continuous")
     for theirs, (observations, rewards) in zip(

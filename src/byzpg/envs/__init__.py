@@ -65,7 +65,11 @@ class Environment(Protocol):
 
     @property
     def has_loops(self) -> bool:
-        """Whether a step contains loops. If so, a whole rollout does not fit into one GPU kernel."""
+        """Whether a step contains loops.
+
+        If so, a whole rollout fits into one GPU kernel only if there is a method `step_in_kernel`, which takes a step
+        inside a kernel, where all arrays are blocks [32]. See `LunarLander`.
+        """
         ...
 
     def reset(self, key: Array) -> Any:

@@ -86,7 +86,7 @@ class Shape:
     def __init__(self, corners: tuple[Point, ...], density: float, friction: float = 0.0) -> None:
         sides = tuple(zip(corners, corners[1:] + corners[:1], strict=True))
         areas = [(a[0] * b[1] - a[1] * b[0]) / 2 for a, b in sides]
-        self.mass = density * sum(areas)
+        self.inverse_mass = 1 / (density * sum(areas))
         self.friction = friction
         self.centre: Point = tuple(
             sum(area * (a[i] + b[i]) / 3 for area, (a, b) in zip(areas, sides, strict=True)) / sum(areas)
@@ -96,7 +96,7 @@ class Shape:
         self.corners = tuple((x - self.centre[0], y - self.centre[1]) for x, y in corners)
         self.reach = max(sqrt(x * x + y * y) for x, y in self.corners)
         self.sides = tuple(zip(self.corners, self.corners[1:] + self.corners[:1], strict=True))
-        self.inertia = sum(
+        self.inverse_inertia = 1 / sum(
             density
             * (a[0] * b[1] - a[1] * b[0])
             / 12
@@ -129,7 +129,9 @@ class Velocity(NamedTuple):
 
     def pushed(self, shape: Shape, impulse: Pair, twist: Array) -> "Velocity":
         """The velocity after a linear and an angular impulse."""
-        return Velocity(plus(self.linear, times(1 / shape.mass, impulse)), self.spin + twist / shape.inertia)
+        return Velocity(
+            plus(self.linear, times(shape.inverse_mass, impulse)), self.spin + twist * shape.inverse_inertia
+        )
 
 
 class Edge(NamedTuple):
@@ -314,7 +316,7 @@ def contact_constraint(shape: Shape, manifold: Manifold, pose: Pose) -> ContactC
     )
 
     def compliance(a: Array, b: Array) -> Array:
-        return 1 / shape.mass + a * b / shape.inertia
+        return shape.inverse_mass + a * b * shape.inverse_inertia
 
     one, other = normal_arms
     stiffness = compliance(one, one), compliance(one, other), compliance(other, other)
@@ -408,16 +410,16 @@ def solve_contact_velocity(
     ):
         limit = shape.friction * pressure
         new = jnp.clip(old - (along + spin * arm) / resistance, -limit, limit)
-        along, spin = along + (new - old) / shape.mass, spin + (new - old) * arm / shape.inertia
+        along, spin = along + (new - old) * shape.inverse_mass, spin + (new - old) * arm * shape.inverse_inertia
         friction.append(new)
     rubbed = friction[0] - impulses.tangent[0] + friction[1] - impulses.tangent[1]
 
     (one, other), (old_one, old_other) = constraint.normal_arms, impulses.normal
     new_one, new_other = normal_impulses(constraint, impulses.normal, away, spin)
     more_one, more_other = new_one - old_one, new_other - old_other
-    spin = spin + (one * more_one + other * more_other) / shape.inertia
+    spin = spin + (one * more_one + other * more_other) * shape.inverse_inertia
     impulse = plus(times(more_one + more_other, normal), times(rubbed, tangent))
-    linear = plus(velocity.linear, times(1 / shape.mass, impulse))
+    linear = plus(velocity.linear, times(shape.inverse_mass, impulse))
     return Impulses((new_one, new_other), (friction[0], friction[1])), Velocity(linear, spin)
 
 
@@ -430,9 +432,10 @@ def solve_contact_position(shape: Shape, manifold: Manifold, pose: Pose, correct
         least = jnp.minimum(least, separation)
         arm = cross(minus(spot, pose.position), normal)
         depth = jnp.clip(correction * (separation + SLOP), -LARGEST_CORRECTION, 0.0)
-        impulse = -depth / (1 / shape.mass + arm * arm / shape.inertia)
+        impulse = -depth / (shape.inverse_mass + arm * arm * shape.inverse_inertia)
         pose = Pose(
-            plus(pose.position, times(impulse / shape.mass, normal)), pose.angle + impulse * arm / shape.inertia
+            plus(pose.position, times(impulse * shape.inverse_mass, normal)),
+            pose.angle + impulse * arm * shape.inverse_inertia,
         )
     return pose, least
 

@@ -32,7 +32,7 @@ LARGEST_ANGULAR_CORRECTION = 8 / 180 * pi
 
 HULL = Shape(tuple((x / 30, y / 30) for x, y in ((17, -10), (17, 0), (14, 17), (-14, 17), (-17, 0), (-17, -10))), 5.0)
 LEG = Shape(tuple((x * 2 / 30, y * 8 / 30) for x, y in ((-1, -1), (1, -1), (1, 1), (-1, 1))), 1.0, FRICTION)
-MOTOR_MASS = 1 / (1 / HULL.inertia + 1 / LEG.inertia)
+MOTOR_MASS = 1 / (HULL.inverse_inertia + LEG.inverse_inertia)
 
 Ground = tuple[Array, ...]  # the heights of the corners, which are 2 m apart
 Box = tuple[Pair, Pair]  # lower left and upper right corner
@@ -126,11 +126,11 @@ class HingeConstraint(NamedTuple):
 
 def point_compliance(hull_arm: Pair, leg_arm: Pair) -> tuple[Array, Array, Array]:
     """How far the two sides of a hinge move apart per impulse: xx, xy, yy."""
-    masses = 1 / HULL.mass + 1 / LEG.mass
+    masses = HULL.inverse_mass + LEG.inverse_mass
     return (
-        masses + hull_arm[1] * hull_arm[1] / HULL.inertia + leg_arm[1] * leg_arm[1] / LEG.inertia,
-        -hull_arm[1] * hull_arm[0] / HULL.inertia - leg_arm[1] * leg_arm[0] / LEG.inertia,
-        masses + hull_arm[0] * hull_arm[0] / HULL.inertia + leg_arm[0] * leg_arm[0] / LEG.inertia,
+        masses + hull_arm[1] * hull_arm[1] * HULL.inverse_inertia + leg_arm[1] * leg_arm[1] * LEG.inverse_inertia,
+        -hull_arm[1] * hull_arm[0] * HULL.inverse_inertia - leg_arm[1] * leg_arm[0] * LEG.inverse_inertia,
+        masses + hull_arm[0] * hull_arm[0] * HULL.inverse_inertia + leg_arm[0] * leg_arm[0] * LEG.inverse_inertia,
     )
 
 
@@ -144,8 +144,8 @@ def hinge_constraint(side: float, hull: Pose, leg: Pose) -> HingeConstraint:
     """Prepare a hinge for the velocity solver."""
     hull_arm, leg_arm = hinge_arms(side, hull, leg)
     xx, xy, yy = point_compliance(hull_arm, leg_arm)
-    xz = -hull_arm[1] / HULL.inertia - leg_arm[1] / LEG.inertia
-    yz = hull_arm[0] / HULL.inertia + leg_arm[0] / LEG.inertia
+    xz = -hull_arm[1] * HULL.inverse_inertia - leg_arm[1] * LEG.inverse_inertia
+    yz = hull_arm[0] * HULL.inverse_inertia + leg_arm[0] * LEG.inverse_inertia
     zz = 1 / MOTOR_MASS
     of_point = xx * yy - xy * xy
     minors = (yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - yy * xz, xx * zz - xz * xz, xy * xz - xx * yz, of_point)
@@ -177,7 +177,7 @@ def solve_hinge_velocity(
     motor = hinge.motor - MOTOR_MASS * (leg.spin - hull.spin - side * MOTOR_SPEED)
     motor = computed_once(jnp.clip(motor, -LARGEST_MOTOR_IMPULSE, LARGEST_MOTOR_IMPULSE))
     more = motor - hinge.motor
-    hull_spin, leg_spin = hull.spin - more / HULL.inertia, leg.spin + more / LEG.inertia
+    hull_spin, leg_spin = hull.spin - more * HULL.inverse_inertia, leg.spin + more * LEG.inverse_inertia
 
     def at(velocity: Pair, spin: Array, arm: Pair) -> Pair:
         return velocity[0] - spin * arm[1], velocity[1] + spin * arm[0]
@@ -210,15 +210,18 @@ def solve_hinge_position(
     angle = leg.angle - hull.angle
     beyond = jnp.where(at_limit > 0, limits[0] - angle, jnp.where(at_limit < 0, angle - limits[1], 0.0))
     twist = MOTOR_MASS * at_limit * jnp.clip(beyond - ANGULAR_SLOP, 0.0, LARGEST_ANGULAR_CORRECTION)
-    hull = Pose(hull.position, hull.angle - twist / HULL.inertia)
-    leg = Pose(leg.position, leg.angle + twist / LEG.inertia)
+    hull = Pose(hull.position, hull.angle - twist * HULL.inverse_inertia)
+    leg = Pose(leg.position, leg.angle + twist * LEG.inverse_inertia)
     hull_arm, leg_arm = hinge_arms(side, hull, leg)
     x, y = minus(plus(leg.position, leg_arm), plus(hull.position, hull_arm))
     xx, xy, yy = point_compliance(hull_arm, leg_arm)
     divisor = xy * xy - xx * yy
     impulse = (yy * x - xy * y) / divisor, (xx * y - xy * x) / divisor
     hull = Pose(
-        minus(hull.position, times(1 / HULL.mass, impulse)), hull.angle - cross(hull_arm, impulse) / HULL.inertia
+        minus(hull.position, times(HULL.inverse_mass, impulse)),
+        hull.angle - cross(hull_arm, impulse) * HULL.inverse_inertia,
     )
-    leg = Pose(plus(leg.position, times(1 / LEG.mass, impulse)), leg.angle + cross(leg_arm, impulse) / LEG.inertia)
+    leg = Pose(
+        plus(leg.position, times(LEG.inverse_mass, impulse)), leg.angle + cross(leg_arm, impulse) * LEG.inverse_inertia
+    )
     return hull, leg, (x * x + y * y <= SLOP**2) & (beyond <= ANGULAR_SLOP)

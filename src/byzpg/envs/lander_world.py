@@ -60,7 +60,7 @@ from byzpg.envs.lander_bodies import (
     solve_hinge_position,
     solve_hinge_velocity,
 )
-from byzpg.envs.loops import Loops, any_true, choose, computed_once, map_batched
+from byzpg.envs.loops import Loops, any_true, choose, computed_once
 from byzpg.envs.time_of_impact import IMPACT_DISTANCE, impact, out_of_reach
 
 GRAVITY = -10.0
@@ -114,11 +114,11 @@ def nearby_edges(ground: Ground, leg: Leg) -> tuple[tuple[Edge, Edge], Pair]:
     return edges, computed_once(ages)
 
 
-def find_contacts(ground: Ground, leg: Leg) -> GroundContacts:
+def find_contacts(loops: Loops, ground: Ground, leg: Leg) -> GroundContacts:
     """Where a leg touches the ground (b2ContactManager::Collide)."""
     pose = leg.body.pose
     edges, ages = nearby_edges(ground, leg)
-    manifolds = map_batched(lambda item: collide(LEG, *item), tuple((pose, edge) for edge in edges))
+    manifolds = loops.map(lambda item: collide(LEG, *item), tuple((pose, edge) for edge in edges))
     odd_newer = ages[1] < ages[0]
     contacts = tuple(updated_contact(leg.contacts[i], manifolds[i], leg.grounded)[0] for i in (0, 1))
     flags = []
@@ -132,7 +132,7 @@ def find_contacts(ground: Ground, leg: Leg) -> GroundContacts:
     edges, manifolds, contacts = choose(
         odd_first, (edges[::-1], manifolds[::-1], contacts[::-1]), (edges, manifolds, contacts)
     )
-    constraints = map_batched(
+    constraints = loops.map(
         lambda item: contact_constraint(LEG, *item), tuple((manifold, pose) for manifold in manifolds)
     )
     return GroundContacts(
@@ -208,7 +208,7 @@ def resolve_impacts(loops: Loops, needed: Array, edges: tuple[Edge, Edge], sweep
     def substep(sweep: Sweep) -> Sweep:
         found = next_impact(loops, edges, sweep)
         pose = computed_once(between(sweep.start, sweep.end, found.share))
-        manifolds = map_batched(lambda item: collide(LEG, *item), tuple((pose, edge) for edge in edges))
+        manifolds = loops.map(lambda item: collide(LEG, *item), tuple((pose, edge) for edge in edges))
         hits = found.active & ~found.with_second, found.active & found.with_second
         keys = jnp.where(found.with_second, manifolds[1].keys[0], manifolds[0].keys[0])
         solid = found.active & (keys >= 0)
@@ -240,11 +240,11 @@ def next_impact(loops: Loops, edges: tuple[Edge, Edge], sweep: Sweep) -> NextImp
     def share_until(item: Any) -> Array:
         edge, count, enabled, (start, end, active) = item
         needed = active & enabled & (count <= LARGEST_SUBSTEPS)
-        hit, share = loops.call(partial(impact, LEG), start, end, edge, needed)
+        hit, share = impact(LEG, start, end, edge, needed)
         return jnp.where(hit, share, 1.0)
 
     way = sweep.start, sweep.end, sweep.active
-    first, second = map_batched(share_until, tuple(zip(edges, sweep.counts, sweep.enabled, (way, way), strict=True)))
+    first, second = loops.map(share_until, tuple(zip(edges, sweep.counts, sweep.enabled, (way, way), strict=True)))
     with_second = second < first
     share = jnp.minimum(first, second)
     passed = sweep.passed + (1 - sweep.passed) * share
@@ -292,7 +292,7 @@ def solve_impact(
         most=IMPACT_POSITION_ITERATIONS,
         usual=USUAL_POSITION_ITERATIONS,
     )
-    constraints = map_batched(
+    constraints = loops.map(
         lambda item: contact_constraint(LEG, *item), tuple((manifold, pose) for manifold in manifolds)
     )
     nothing = jnp.zeros_like(pose.angle), jnp.zeros_like(pose.angle)
@@ -312,7 +312,7 @@ def hull_crashes(loops: Loops, ground: Ground, start: Pose, end: Pose, needed: A
     """Whether the hull touches the ground on its way."""
 
     def crash(needed: Array, edge: Edge, start: Pose, end: Pose) -> Array:
-        hit, share = loops.call(partial(impact, HULL), start, end, edge, needed)
+        hit, share = impact(HULL, start, end, edge, needed)
         share = jnp.where(hit & (share < LAST_IMPACT), share, 0.0)
         return needed & (collide(HULL, between(start, end, share), edge).keys[0] >= 0)
 
@@ -322,7 +322,7 @@ def hull_crashes(loops: Loops, ground: Ground, start: Pose, end: Pose, needed: A
         return loops.where_needed(needed, crash, (edge, start, end), needed & False, chunk=CHUNK)
 
     edges, _ = edges_below(ground, start.position[0])
-    first, second = map_batched(on_edge, tuple((edge, start, end, needed) for edge in edges))
+    first, second = loops.map(on_edge, tuple((edge, start, end, needed) for edge in edges))
     return first | second
 
 
@@ -366,7 +366,9 @@ class Poses(NamedTuple):
     solved: Array  # whether all errors were within the slop
 
 
-def velocity_round(constants: VelocityConstants, state: Velocities, active: Array) -> tuple[Velocities, Array]:
+def velocity_round(
+    loops: Loops, constants: VelocityConstants, state: Velocities, active: Array
+) -> tuple[Velocities, Array]:
     """One round of the velocity solver, and which lander needs another one.
 
     Box2D solves both hinges before the contacts. Here each leg's contacts follow its own hinge, which gives the same
@@ -380,19 +382,27 @@ def velocity_round(constants: VelocityConstants, state: Velocities, active: Arra
         )
         impulses = list(before.impulses)
         for j, contact in enumerate(constants.contacts[i]):
-            impulses[j], velocity = solve_contact_velocity(LEG, contact, impulses[j], velocity)
+            impulses[j], velocity = loops.if_any(
+                active & (contact.normal_resistance[0] < jnp.inf),
+                partial(solve_contact_velocity, LEG, contact),
+                (impulses[j], velocity),
+            )
         legs[i] = LegMotion(velocity, hinge, tuple(impulses))
         changes = changes | velocity_changed(before.velocity, velocity)
         changes = changes | (jnp.abs(hinge.motor - before.hinge.motor) > SETTLED)
     return Velocities(hull, (legs[0], legs[1])), active & (changes | velocity_changed(state.hull, hull))
 
 
-def position_round(constants: PositionConstants, state: Poses, active: Array) -> tuple[Poses, Array]:
+def position_round(loops: Loops, constants: PositionConstants, state: Poses, active: Array) -> tuple[Poses, Array]:
     """One round of the position solver, and which lander needs another one."""
     hull, legs, good = state.hull, list(state.legs), active
     for i in (0, 1):
         for manifold in constants.manifolds[i]:
-            legs[i], least = solve_contact_position(LEG, manifold, legs[i], CORRECTION)
+            legs[i], least = loops.if_any(
+                active & (manifold.keys[0] >= 0),
+                lambda pose, _, manifold=manifold: solve_contact_position(LEG, manifold, pose, CORRECTION),
+                (legs[i], jnp.zeros_like(legs[i].angle)),
+            )
             good = good & (least >= -3 * SLOP)
     for i in (1, 0):
         hull, legs[i], within = solve_hinge_position(
@@ -433,10 +443,10 @@ def step_world(
         active: Which landers of the batch need the step. The results of others are meaningless.
         airborne: Whether no lander can touch the ground in this step. Nothing is then compiled for contacts.
     """
-    contacts = () if airborne else map_batched(partial(find_contacts, ground), legs)
+    contacts = () if airborne else loops.map(partial(find_contacts, loops, ground), legs)
     constants, velocities = at_start(hull, legs, contacts)
     velocities, unsettled = loops.iterate(
-        velocity_round,
+        partial(velocity_round, loops),
         constants,
         velocities,
         active,
@@ -501,7 +511,7 @@ def solve_positions(
         moved(leg.body.pose, motion.velocity, TIME_STEP) for leg, motion in zip(legs, velocities.legs, strict=True)
     )
     return loops.iterate(
-        position_round,
+        partial(position_round, loops),
         PositionConstants(tuple(motion.hinge.side for motion in velocities.legs), manifolds),
         Poses(moved(hull.pose, velocities.hull, TIME_STEP), (leg_poses[0], leg_poses[1]), active & False),
         active,
@@ -540,7 +550,7 @@ def legs_after_impacts(
     def after_impacts(item: tuple[Leg, Body, LegMotion, GroundContacts, Array]) -> Leg:
         leg, body, motion, ground_contacts, awake = item
         sweep, edges = sweep_at_start(*item), ground_contacts.edges
-        clear = map_batched(lambda edge: out_of_reach(LEG, sweep.start, sweep.end, edge, IMPACT_DISTANCE), edges)
+        clear = loops.map(lambda edge: out_of_reach(LEG, sweep.start, sweep.end, edge, IMPACT_DISTANCE), edges)
         sweep = loops.where_needed(
             awake & ~(clear[0] & clear[1]), partial(resolve_impacts, loops), (edges, sweep), sweep, chunk=CHUNK
         )
@@ -553,7 +563,7 @@ def legs_after_impacts(
             grounded=sweep.grounded,
         )
 
-    first, second = map_batched(
+    first, second = loops.map(
         after_impacts, tuple(zip(legs, bodies, velocities.legs, contacts, (awake, awake), strict=True))
     )
     return first, second

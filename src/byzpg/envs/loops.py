@@ -1,9 +1,9 @@
 """Loops inside elementwise functions, where a few elements need many iterations and most need few or none.
 
 A loop over a batch runs until its last element is done. On CPUs, the elements that need a loop are therefore taken out
-of the batch and processed in chunks, or one by one where they need very different numbers of iterations. On GPUs, a
-loop becomes a kernel: each block of 32 elements stays in registers and loops only as often as its own elements need. As
-a plain program, every iteration would launch a dozen kernels.
+of the batch and processed in chunks, or one by one where they need very different numbers of iterations. On GPUs, the
+whole function is one kernel: each block of 32 elements stays in registers and loops only as often as its own elements
+need. As a plain program, every iteration would launch a dozen kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,6 @@ from jax import Array, lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 Result = TypeVar("Result")
-BLOCK = 32  # elements per block of a kernel: one warp
 
 
 def any_true(mask: Array) -> Array:
@@ -35,14 +34,6 @@ def stacked(items: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *items)
 
 
-def map_batched(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Any, ...]:
-    """Compute function(item) for every item in one call, on the stacked items; of numbers, in a loop over the items."""
-    together = stacked(items)
-    on_numbers = jax.tree.leaves(together)[0].ndim == 1
-    results = lax.map(function, together) if on_numbers else function(together)
-    return tuple(jax.tree.map(itemgetter(i), results) for i in range(len(items)))
-
-
 def computed_once(tree: Any) -> Any:
     """Return the same values, and keep XLA from computing them more than once.
 
@@ -50,6 +41,8 @@ def computed_once(tree: Any) -> Any:
     each use. It never repeats a division, however. This function therefore divides by 1, written in a way that XLA does
     not simplify: the divisor seems to depend on the value. (It is 2 for NaN, which stays NaN.)
     """
+    if jax.default_backend() != "cpu":
+        return tree
 
     def divided_by_one(value: Array) -> Array:
         if value.dtype == jnp.bool_:
@@ -61,24 +54,36 @@ def computed_once(tree: Any) -> Any:
 
 
 class Loops:
-    """How loops run: in kernels, or in chunks of the elements that need them.
+    """How loops run: on the elements that need them, in chunks, or inside a kernel on blocks of elements.
 
     Args:
-        in_kernels: Whether each loop is a GPU kernel.
-        interpret: Whether kernels are interpreted, so that they run on any device.
+        in_kernel: Whether the functions are called inside a kernel.
         may_leave: The number of elements that `iterate` may leave unfinished: a loop of many elements that goes on for
             a few of them is wasteful. Kernels finish all elements.
     """
 
-    def __init__(self, *, in_kernels: bool, interpret: bool = False, may_leave: int = 0) -> None:
-        self.in_kernels, self.interpret, self.may_leave = in_kernels, interpret, may_leave
+    def __init__(self, *, in_kernel: bool, may_leave: int = 0) -> None:
+        self.in_kernel, self.may_leave = in_kernel, may_leave
+
+    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Any, ...]:
+        """Compute function(item) for every item, compiling the function only once.
+
+        Outside kernels this is one call on the stacked items; for numbers and in kernels, it is a loop.
+        """
+        if self.in_kernel:
+            return _map_in_kernel(function, items)
+        together = stacked(items)
+        on_numbers = jax.tree.leaves(together)[0].ndim == 1
+        results = lax.map(function, together) if on_numbers else function(together)
+        return tuple(jax.tree.map(itemgetter(i), results) for i in range(len(items)))
 
     def where_needed(
         self, mask: Array, function: Callable[..., Result], arguments: tuple[Any, ...], otherwise: Result, *, chunk: int
     ) -> Result:
         """Compute function(needed, *arguments) where the mask is true, and take `otherwise` elsewhere.
 
-        If loops run in chunks, the cost grows with the number of true elements, not with the size of the batch.
+        Outside kernels, the cost grows with the number of true elements, not with the size of the batch. A kernel skips
+        blocks without any.
 
         Args:
             mask: Where the function is needed. All other arrays have its shape.
@@ -94,7 +99,11 @@ class Loops:
         mask = computed_once(mask)
         if not shape:
             return lax.cond(mask, lambda: function(mask, *arguments), lambda: otherwise)
-        if self.in_kernels or size <= chunk:
+        if self.in_kernel:
+            return lax.cond(
+                any_true(mask), lambda: choose(mask, function(mask, *arguments), otherwise), lambda: otherwise
+            )
+        if size <= chunk:
             return choose(mask, function(mask, *arguments), otherwise)
         mask, arguments, otherwise = jax.tree.map(lambda leaf: leaf.reshape(-1), (mask, arguments, otherwise))
         if chunk == 1:
@@ -118,6 +127,12 @@ class Loops:
         _, results = lax.while_loop(lambda carry: carry[0] < rank[-1], one_chunk, (jnp.int32(0), blank))
         results = choose(mask, jax.tree.map(lambda leaf: leaf[rank - 1], results), otherwise)
         return jax.tree.map(lambda leaf: leaf.reshape(shape), results)
+
+    def if_any(self, mask: Array, function: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Compute function(*values), which changes no element outside the mask; a kernel skips it if there is none."""
+        if not self.in_kernel:
+            return function(*values)
+        return lax.cond(any_true(mask), function, lambda *values: values, *values)
 
     def iterate(
         self,
@@ -143,31 +158,33 @@ class Loops:
             The state after the last round, and which elements were left unfinished.
         """
 
-        def rounds(active: Array, constants: Any, state: Any) -> tuple[Any, Array]:
-            def goes_on(carry: tuple[Array, Any, Array]) -> Array:
-                count, _, active = carry
-                if self.in_kernels or not self.may_leave:
-                    return (count < most) & any_true(active)
-                return (count < most) & (jnp.sum(active) > jnp.where(count < usual, 0, self.may_leave))
+        def goes_on(carry: tuple[Array, Any, Array]) -> Array:
+            count, _, active = carry
+            if not self.may_leave:
+                return (count < most) & any_true(active)
+            return (count < most) & (jnp.sum(active) > jnp.where(count < usual, 0, self.may_leave))
 
-            def turn(carry: tuple[Array, Any, Array]) -> tuple[Array, Any, Array]:
-                count, state, active = carry
-                return count + 1, *one_round(constants, state, active)
+        def turn(carry: tuple[Array, Any, Array]) -> tuple[Array, Any, Array]:
+            count, state, active = carry
+            return count + 1, *one_round(constants, state, active)
 
-            count, state, active = lax.while_loop(goes_on, turn, (jnp.int32(0), state, active))
-            return state, active & (count < most)
+        count, state, active = lax.while_loop(goes_on, turn, (jnp.int32(0), state, active))
+        return state, active & (count < most)
 
-        return self.call(rounds, active, constants, state)
 
-    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Compute function(*arguments), as one kernel if loops run in kernels.
+def _map_in_kernel(function: Callable[[Any], Any], items: Sequence[Any]) -> tuple[Any, ...]:
+    """A loop over the items. A kernel cannot index registers, so that each turn selects its item and its result."""
 
-        All arrays in the arguments and in the result must have the same shape.
-        """
-        if not self.in_kernels:
-            return function(*arguments)
-        leaves, structure = jax.tree.flatten(arguments)
-        return _in_kernel(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)), leaves, self.interpret)
+    def turn(i: Array, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        item = items[0]
+        for j in range(1, len(items)):
+            item = choose(i == j, items[j], item)
+        new = function(item)
+        return tuple(choose(i == j, new, old) for j, old in enumerate(results))
+
+    function = jax.jit(function)  # so that it is traced only once
+    blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, items[0]))
+    return lax.fori_loop(0, len(items), turn, (blank,) * len(items))
 
 
 def _one_by_one(function: Callable[..., Result], mask: Array, arguments: tuple[Any, ...], otherwise: Result) -> Result:
@@ -225,40 +242,3 @@ def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[
     if jax.default_backend() == "cpu":
         return default(*arguments)
     return lax.platform_dependent(*arguments, cuda=cuda, default=default)
-
-
-def _in_kernel(function: Callable[..., Result], leaves: Sequence[Array], interpret: bool) -> Result:
-    """Compute function(*leaves) in a kernel that splits the elements into blocks."""
-    from jax.experimental import pallas as pl  # slow to import, and only GPUs need it
-    from jax.experimental.pallas import triton
-
-    shape, size = leaves[0].shape, leaves[0].size
-    padded = pl.cdiv(size, BLOCK) * BLOCK
-    block = jax.ShapeDtypeStruct((BLOCK,), jnp.float32)
-    kinds = [leaf.dtype for leaf in leaves]
-    results, structure = jax.tree.flatten(jax.eval_shape(function, *(block.update(dtype=kind) for kind in kinds)))
-
-    def stored(dtype: Any) -> Any:
-        """Booleans are stored as integers."""
-        return jnp.int32 if dtype == jnp.bool_ else dtype
-
-    def kernel(*refs: Any) -> None:
-        inputs, outputs = refs[: len(leaves)], refs[len(leaves) :]
-        values = (ref[...] != 0 if kind == jnp.bool_ else ref[...] for ref, kind in zip(inputs, kinds, strict=True))
-        for ref, value in zip(outputs, jax.tree.leaves(function(*values)), strict=True):
-            ref[...] = value.astype(ref.dtype)
-
-    spec = pl.BlockSpec((BLOCK,), lambda i: (i,))
-    outputs = pl.pallas_call(
-        kernel,
-        grid=(padded // BLOCK,),
-        in_specs=[spec] * len(leaves),
-        out_specs=[spec] * len(results),
-        out_shape=[jax.ShapeDtypeStruct((padded,), stored(result.dtype)) for result in results],
-        compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
-        interpret=interpret,
-    )(*(jnp.pad(leaf.astype(stored(leaf.dtype)).reshape(-1), (0, padded - size)) for leaf in leaves))
-    return jax.tree.unflatten(
-        structure,
-        [output[:size].reshape(shape).astype(result.dtype) for output, result in zip(outputs, results, strict=True)],
-    )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from byzpg.envs.box2d import Contact, Pair, Pose, Velocity, cross, plus, rotated, times
+from byzpg.envs.kernels import in_kernel
 from byzpg.envs.lander_bodies import (
     HULL,
     LEG,
@@ -163,11 +164,11 @@ class LunarLander(Component):
             )
             for side in LEG_SIDES
         )
-        pushed = force[0] * (TIME_STEP / HULL.mass), force[1] * (TIME_STEP / HULL.mass)
+        pushed = force[0] * (TIME_STEP * HULL.inverse_mass), force[1] * (TIME_STEP * HULL.inverse_mass)
         hull = body(WIDTH / 2 + HULL.centre[0], HEIGHT + HULL.centre[1], 0.0, pushed)
         state = State(hull, (legs[0], legs[1]), ground, shaping=zero, ended=zero)
         action = (zero,) * (2 if isinstance(self.action_space, Box) else 1)
-        return self.advance(Loops(in_kernels=False), zero == 0, state, action, noise, airborne=True)[0]
+        return self.advance(Loops(in_kernel=False), zero == 0, state, action, noise, airborne=True)[0]
 
     def throttles(self, action: tuple[Array, ...]) -> Throttles:
         (chosen,) = action
@@ -185,21 +186,24 @@ class LunarLander(Component):
         """The next state, the reward and whether the episode ended; two draws of `noise` disturb the engines."""
 
         def in_chunks(state: State, *given: Any) -> tuple[State, Array, Array]:
-            loops, active = Loops(in_kernels=False), state.ended == 0
+            loops, active = Loops(in_kernel=False), state.ended == 0
             result, given = (state, jnp.zeros_like(state.shaping), ~active, active), (state, *given)
             if state.ended.size > FEW:
                 high = self.far_from_ground(state)
                 high &= jnp.sum(high) > FEW
-                in_flight = partial(self.advance, Loops(in_kernels=False, may_leave=FEW_UNSETTLED), airborne=True)
+                in_flight = partial(self.advance, Loops(in_kernel=False, may_leave=FEW_UNSETTLED), airborne=True)
                 result = loops.where_needed(high, in_flight, given, result, chunk=LARGE_CHUNK)
                 active &= ~(high & result[3])
             near_ground = partial(self.advance, loops, airborne=False)
             return loops.where_needed(active, near_ground, given, result, chunk=1)[:3]
 
-        def in_kernels(state: State, *given: Any) -> tuple[State, Array, Array]:
-            return self.advance(Loops(in_kernels=True), state.ended == 0, state, *given, airborne=False)[:3]
+        return by_platform(state, action, noise, cuda=partial(in_kernel, self.step_in_kernel), default=in_chunks)
 
-        return by_platform(state, action, noise, cuda=in_kernels, default=in_chunks)
+    def step_in_kernel(
+        self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]
+    ) -> tuple[State, Array, Array]:
+        """`step` for a block of episodes inside a GPU kernel."""
+        return self.advance(Loops(in_kernel=True), state.ended == 0, state, action, noise, airborne=False)[:3]
 
     def far_from_ground(self, state: State) -> Array:
         """Which episodes go on and cannot touch the ground within a step."""

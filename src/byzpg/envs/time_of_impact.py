@@ -25,7 +25,10 @@ from byzpg.envs.loops import any_true, choose, computed_once
 
 # From b2Settings.h and b2TimeOfImpact.cpp. Two shapes at IMPACT_DISTANCE from each other count as touching.
 IMPACT_DISTANCE, IMPACT_TOLERANCE = 0.005, 0.00125
-LARGEST_ROOT_ITERATIONS, LARGEST_PUSHES, LARGEST_ADVANCES = 50, 16, 20
+LARGEST_ROOT_ITERATIONS, LARGEST_ADVANCES = 50, 20
+# Pushes are numbered from 0. A limit of 16, where 16 is also a size of a layer, would delay the compilation of kernels:
+# see `kernels.Apart`.
+LAST_PUSH = 15
 
 # What the closest points of a polygon and an edge are: two corners, a corner of the polygon and the edge's face, or an
 # end of the edge and one of the polygon's faces.
@@ -204,7 +207,7 @@ def impact(shape: Shape, start: Pose, end: Pose, edge: Edge, needed: Array) -> t
         touching = at.going & (distance > 0) & (distance < far)
         hit, going = at.hit | touching, at.going & (distance >= far)
         found = lax.while_loop(
-            lambda at: (at.count < LARGEST_PUSHES) & any_true(at.pushing),
+            lambda at: (at.count <= LAST_PUSH) & any_true(at.pushing),
             partial(_push_back, shape, way, axis),
             _Advance(0, first=at.share, last=one, hit=hit, going=going, pushing=going),
         )

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from byzpg.envs import Environment
+from byzpg.envs.kernels import Apart
+from byzpg.envs.loops import any_true
 from byzpg.envs.spaces import Discrete
 from byzpg.learning.policies import ACTIVATIONS, Numbers, Policy, Weights
 from byzpg.robust.attacks import Attack
@@ -56,10 +58,14 @@ class Ongoing:
     alive: Array
     lengths: Array
 
-    def stepped(self, setup: Setup, action: Numbers, noise: Numbers, time: Array) -> tuple["Ongoing", Array]:
+    def stepped(
+        self, setup: Setup, action: Numbers, noise: Numbers, time: Array, *, in_kernel: bool = False
+    ) -> tuple["Ongoing", Array]:
         """The episodes after one more step, and the step's rewards."""
+        env = setup.env
+        step = env.step_in_kernel if in_kernel and env.has_loops else env.step
         # The state of an episode that has ended does not change: stepping it further could overflow.
-        following, rewards, terminated = setup.env.step(self.state, action, noise)
+        following, rewards, terminated = step(self.state, action, noise)
         state = jax.tree.map(lambda new, old: jnp.where(self.alive, new, old), following, self.state)
         alive = self.alive & ~terminated & (time + 1 < setup.horizon)
         return Ongoing(state, alive, self.lengths + self.alive.astype(self.lengths.dtype)), rewards
@@ -79,35 +85,42 @@ class Transitions:
 def fits_kernel(setup: Setup) -> bool:
     """Whether `play_in_kernel` can be used.
 
-    It cannot hold wide layers, nor environments with loops of their own. Such environments use smaller kernels.
+    It cannot hold wide layers, nor environments with loops that were not written for kernels.
     """
-    return not setup.env.has_loops and max(setup.policy.hidden, default=0) <= LARGEST_HIDDEN
+    env = setup.env
+    fits = not env.has_loops or hasattr(env, "step_in_kernel")
+    return fits and max(setup.policy.hidden, default=0) <= LARGEST_HIDDEN
 
 
 class _PerEpisode(NamedTuple):
     """What the kernel reads for each episode: arrays [agent, ..., episode]."""
 
-    state: list[Any]  # the leaves of the environment's state
-    alive: Any
-    lengths: Any
+    state: list[Any]  # the leaves of the environment's state, [agent, 1, episode]
+    alive: Any  # [agent, 1, episode]
+    lengths: Any  # [agent, 1, episode]
     noise: Any  # [agent, size, time, episode]
     uniform_actions: list[Any]  # one array [agent, time, episode] per number of an action
 
 
 class _PerAgent(NamedTuple):
-    """What the kernel reads for each agent: arrays [agent, ...]."""
+    """What the kernel reads for each agent: arrays [agent, 1, ...].
+
+    Numbers are vectors with equal entries, one for each episode of a block: see `Apart`.
+    """
 
     action_attackers: list[Any]
-    layers: list[tuple[Any, Any]]
-    log_std: Any
+    hidden: list[tuple[Any, Any]]  # matrix and bias of each layer, of padded size
+    last: list[list[Any]]  # of the last layer, a number or, after a hidden layer, a vector by output and input
+    last_bias: list[Any]
+    log_std: list[Any]
 
 
 class _Results(NamedTuple):
     """What the kernel writes: arrays [agent, ..., episode]."""
 
-    state: list[Any]
-    alive: Any
-    lengths: Any
+    state: list[Any]  # [agent, 1, episode]
+    alive: Any  # [agent, 1, episode]
+    lengths: Any  # [agent, 1, episode]
     observations: Any  # [agent, feature, time, episode]
     actions: Any  # [agent, number, time, episode]
     outputs: Any  # [agent, output, time, episode]
@@ -154,30 +167,39 @@ def play_in_kernel(
 
     blocks = _Blocks(*ongoing.alive.shape)
     episodes, results = _read(setup, blocks, ongoing, inputs), _written(setup, blocks, ongoing, len(inputs.times))
-    layers, log_std = _padded_layers(setup.policy, agents.weights)
-    masks = [mask.astype(jnp.int32)[:, None] for mask in agents.action_attackers]
+    agent = _per_agent(setup, blocks, agents)
     state_structure = jax.tree.structure(ongoing.state)
 
-    def kernel(first_time: Any, episodes: _PerEpisode, agent: _PerAgent, results: _Results) -> None:
-        state = jax.tree.unflatten(state_structure, [leaf[...] for leaf in episodes.state])
-        start = Ongoing(state, episodes.alive[...] != 0, episodes.lengths[...])
+    def kernel(scalars: Any, episodes: _PerEpisode, agent: _PerAgent, results: _Results) -> None:
+        apart = Apart(
+            (scalars[1], scalars[2]) if setup.env.has_loops else None,
+            wait=(lambda: None) if interpret else triton.debug_barrier,
+        )
+        refs = episodes.state, episodes.alive, episodes.lengths
+        state, alive, lengths = apart.read(lambda i: jax.tree.map(lambda ref: ref[i, :], refs))
+        start = Ongoing(jax.tree.unflatten(state_structure, state), alive != 0, lengths)
 
         def step(index: Array, ongoing: Ongoing) -> Ongoing:
             return _step_in_kernel(
                 setup,
                 index,
                 ongoing,
-                first_time=first_time,
+                apart=apart,
+                first_time=scalars[0],
                 episodes=episodes,
                 agent=agent,
                 results=results,
             )
 
-        end = lax.fori_loop(0, len(inputs.times), step, start)
-        for ref, leaf in zip(results.state, jax.tree.leaves(end.state), strict=True):
-            ref[...] = leaf
-        results.alive[...] = end.alive.astype(jnp.int32)
-        results.lengths[...] = end.lengths
+        end = apart.repeat(len(inputs.times), step, start, lambda ongoing: any_true(ongoing.alive))
+        found = jax.tree.leaves(end.state), end.alive.astype(jnp.int32), end.lengths
+        refs = results.state, results.alive, results.lengths
+
+        def write(i: Array, values: Any) -> None:
+            for ref, value in zip(jax.tree.leaves(refs), jax.tree.leaves(values), strict=True):
+                ref[i, :] = value
+
+        apart.write(write, found)
 
     def one_block(array: Any) -> pl.BlockSpec:
         middle = array.ndim - 2
@@ -186,12 +208,11 @@ def play_in_kernel(
     def one_agent(array: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, *array.shape[1:]), lambda agent, block: (agent, *[0] * (array.ndim - 1)))
 
-    agent = _PerAgent(masks, layers, log_std)
     (found,) = pl.pallas_call(
         kernel,
         grid=(blocks.num_agents, blocks.number),
         in_specs=(
-            pl.BlockSpec((1,), lambda agent, block: (0,)),
+            pl.BlockSpec((3,), lambda agent, block: (0,)),
             jax.tree.map(one_block, episodes),
             jax.tree.map(one_agent, agent),
         ),
@@ -199,8 +220,8 @@ def play_in_kernel(
         out_shape=(results,),
         compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
-    )(inputs.times[:1], episodes, agent)
-    return _unpacked(setup, blocks, state_structure, found)
+    )(jnp.stack([inputs.times[0], 1, 1]), episodes, agent)
+    return _unpacked(setup, blocks, state_structure, inputs.times, found)
 
 
 def _read(setup: Setup, blocks: _Blocks, ongoing: Ongoing, inputs: StepInputs) -> _PerEpisode:
@@ -209,9 +230,9 @@ def _read(setup: Setup, blocks: _Blocks, ongoing: Ongoing, inputs: StepInputs) -
     if inputs.uniform_actions is not None:
         uniform_actions = setup.env.action_space.numbers(inputs.uniform_actions)
     return _PerEpisode(
-        state=[blocks.pad(leaf) for leaf in jax.tree.leaves(ongoing.state)],
-        alive=blocks.pad(ongoing.alive.astype(jnp.int32)),
-        lengths=blocks.pad(ongoing.lengths),
+        state=[blocks.pad(leaf)[:, None] for leaf in jax.tree.leaves(ongoing.state)],
+        alive=blocks.pad(ongoing.alive.astype(jnp.int32))[:, None],
+        lengths=blocks.pad(ongoing.lengths)[:, None],
         noise=blocks.pad(jnp.moveaxis(inputs.noise, (1, 3), (0, 1))),
         uniform_actions=[blocks.pad(jnp.swapaxes(each, 0, 1)) for each in uniform_actions],
     )
@@ -221,9 +242,9 @@ def _written(setup: Setup, blocks: _Blocks, ongoing: Ongoing, num_steps: int) ->
     """The shapes and types of the kernel's results."""
     space = setup.env.action_space
     return _Results(
-        state=[blocks.shape(dtype=leaf.dtype) for leaf in jax.tree.leaves(ongoing.state)],
-        alive=blocks.shape(dtype=jnp.int32),
-        lengths=blocks.shape(dtype=ongoing.lengths.dtype),
+        state=[blocks.shape(1, dtype=leaf.dtype) for leaf in jax.tree.leaves(ongoing.state)],
+        alive=blocks.shape(1, dtype=jnp.int32),
+        lengths=blocks.shape(1, dtype=ongoing.lengths.dtype),
         observations=blocks.shape(setup.env.observation_size, num_steps),
         actions=blocks.shape(space.size, num_steps, dtype=jnp.int32 if isinstance(space, Discrete) else jnp.float32),
         outputs=blocks.shape(setup.policy.num_outputs, num_steps),
@@ -236,85 +257,115 @@ def _step_in_kernel(
     index: Array,
     ongoing: Ongoing,
     *,
-    first_time: Any,
+    apart: Apart,
+    first_time: Array,
     episodes: _PerEpisode,
     agent: _PerAgent,
     results: _Results,
 ) -> Ongoing:
     """Step number `index` of one block of episodes. What the kernel reads and writes is passed as references."""
     env, policy = setup.env, setup.policy
+
+    def read(i: Array) -> Any:
+        noise = tuple(episodes.noise[j, index + i, :] for j in range(episodes.noise.shape[0]))
+        uniform_actions = tuple(each[index + i, :] for each in episodes.uniform_actions)
+        masks, log_std = jax.tree.map(lambda ref: ref[i, :], (agent.action_attackers, agent.log_std))
+        return noise, uniform_actions, masks, tuple(log_std)
+
+    noise, uniform_actions, masks, log_std = apart.read(read)
     observed = env.observe(ongoing.state)
-    outputs = _outputs(policy, agent.layers, observed)
-    noise = tuple(episodes.noise[i, index, :] for i in range(episodes.noise.shape[0]))
-    log_std = tuple(agent.log_std[i] for i in range(agent.log_std.shape[0]))
+    outputs = apart.through_memory(
+        lambda i, observed: _outputs(policy, agent, i, observed), observed, index, results.observations, results.outputs
+    )
     action = policy.choose_numbers(((log_std,),), outputs, noise[: policy.noise_size])
-    for attack, mask in zip(setup.action_attacks, agent.action_attackers, strict=True):
-        uniform = (each[index, :] for each in episodes.uniform_actions)
-        changed = (attack.act(*pair) for pair in zip(action, uniform, strict=True))
+    for attack, mask in zip(setup.action_attacks, masks, strict=True):
+        changed = (attack.act(*pair) for pair in zip(action, uniform_actions, strict=True))
         pairs = zip(changed, action, strict=True)
-        action = tuple(jnp.where(mask[0] != 0, new, old) for new, old in pairs)
-    ongoing, rewards = ongoing.stepped(setup, action, noise[policy.noise_size :], first_time[0] + index)
-    for ref, values in ((results.observations, observed), (results.actions, action), (results.outputs, outputs)):
-        for i, value in enumerate(values):
-            ref[i, index, :] = value
-    results.rewards[index, :] = rewards
+        action = tuple(jnp.where(mask != 0, new, old) for new, old in pairs)
+    ongoing, rewards = ongoing.stepped(setup, action, noise[policy.noise_size :], first_time + index, in_kernel=True)
+
+    def write(i: Array, values: Any) -> None:
+        for ref, group in zip((results.observations, results.actions, results.outputs), values[:-1], strict=True):
+            for j, value in enumerate(group):
+                ref[j, index + i, :] = value
+        results.rewards[index + i, :] = values[-1]
+
+    apart.write(write, (observed, action, outputs, rewards))
     return ongoing
 
 
-def _unpacked(setup: Setup, blocks: _Blocks, state_structure: Any, results: _Results) -> tuple[Ongoing, Transitions]:
+def _unpacked(
+    setup: Setup, blocks: _Blocks, state_structure: Any, times: Array, results: _Results
+) -> tuple[Ongoing, Transitions]:
     """The kernel's results in the order of axes that the rest of the package uses."""
+    state, alive, lengths = jax.tree.map(
+        lambda leaf: blocks.cut(leaf[:, 0]), (results.state, results.alive, results.lengths)
+    )
+    # A block stops after its last episode has ended, so that nothing is written for later steps.
+    written = times < lengths[:, :, None]
 
     def by_episode(array: Array) -> Array:
         """[agent, number, time, episode] → [agent, episode, time, number]."""
-        return jnp.swapaxes(blocks.cut(array), 1, 3)
+        return jnp.where(written[..., None], jnp.swapaxes(blocks.cut(array), 1, 3), 0)
 
     played = Transitions(
         by_episode(results.observations),
         setup.policy.actions(tuple(jnp.moveaxis(by_episode(results.actions), 3, 0))),
         by_episode(results.outputs),
-        jnp.swapaxes(blocks.cut(results.rewards), 1, 2),
+        jnp.where(written, jnp.swapaxes(blocks.cut(results.rewards), 1, 2), 0),
     )
-    state = jax.tree.unflatten(state_structure, [blocks.cut(leaf) for leaf in results.state])
-    return Ongoing(state, blocks.cut(results.alive) != 0, blocks.cut(results.lengths)), played
+    return Ongoing(jax.tree.unflatten(state_structure, state), alive != 0, lengths), played
 
 
-def _padded_layers(policy: Policy, weights: Weights) -> tuple[list[tuple[Array, Array]], Array]:
-    """The layers with hidden sizes padded to powers of 2, and the log standard deviations.
+def _per_agent(setup: Setup, blocks: _Blocks, agents: Agents) -> _PerAgent:
+    """What the kernel reads for each agent. Hidden layers are padded to powers of 2.
 
-    The padding changes no output: hidden units whose weights are 0 stay 0 under every activation in `ACTIVATIONS`. The
-    last layer's matrix is transposed to [out, in].
+    The padding changes no output: hidden units whose weights are 0 stay 0 under every activation in `ACTIVATIONS`.
     """
-    *hidden, (last, last_bias) = weights[: len(policy.hidden) + 1]
-    layers, extra = [], 0
-    for matrix, bias in hidden:
+
+    def number(values: Array) -> Array:
+        return jnp.broadcast_to(values.astype(jnp.float32)[:, None, None], (blocks.num_agents, 1, blocks.size))
+
+    num_hidden = len(setup.policy.hidden)
+    *layers, (last, last_bias) = agents.weights[: num_hidden + 1]
+    hidden, extra = [], 0
+    for matrix, bias in layers:
         size = matrix.shape[-1]
         more = max(_next_power_of_2(size), SMALLEST_BLOCK) - size
-        layers.append((jnp.pad(matrix, ((0, 0), (0, extra), (0, more))), jnp.pad(bias, ((0, 0), (0, more)))))
+        padded = jnp.pad(matrix, ((0, 0), (0, extra), (0, more))), jnp.pad(bias, ((0, 0), (0, more)))
+        hidden.append(tuple(each[:, None] for each in padded))
         extra = more
-    layers.append((jnp.pad(jnp.swapaxes(last, 1, 2), ((0, 0), (0, 0), (0, extra))), last_bias))
-    log_std = weights[-1][0] if len(weights) > len(policy.hidden) + 1 else jnp.zeros((len(last), 1))
-    return layers, log_std
+    columns = jnp.moveaxis(jnp.pad(last, ((0, 0), (0, extra), (0, 0))), 2, 0)
+    return _PerAgent(
+        action_attackers=[number(mask) for mask in agents.action_attackers],
+        hidden=hidden,
+        last=[[column[:, None]] if num_hidden else [number(entry) for entry in column.T] for column in columns],
+        last_bias=[number(bias) for bias in last_bias.T],
+        log_std=[number(each) for layer in agents.weights[num_hidden + 1 :] for each in layer[0].T],
+    )
 
 
-def _outputs(policy: Policy, layers: list[tuple[Any, Any]], observed: Numbers) -> Numbers:
-    """The network's outputs, one array [episode] per number; `layers` are references to padded weights."""
-    *hidden, (last, last_bias) = layers
-    if not hidden:
+def _outputs(policy: Policy, agent: _PerAgent, i: Array, observed: Numbers) -> Numbers:
+    """The network's outputs, one array [episode] per number; `agent` holds references, read at place i = 0."""
+    biases = [bias[i, :] for bias in agent.last_bias]
+    if not agent.hidden:
         outputs = tuple(
-            reduce(jnp.add, (x * last[j, i] for i, x in enumerate(observed)), last_bias[j])
-            for j in range(policy.num_outputs)
+            reduce(jnp.add, (x * factor[i, :] for x, factor in zip(observed, row, strict=True)), bias)
+            for row, bias in zip(agent.last, biases, strict=True)
         )
     else:
         activation = ACTIVATIONS[policy.activation]
-        first, bias = hidden[0]
-        values = bias[...][None, :]
-        for i, x in enumerate(observed):
-            values += x[:, None] * first[i, :][None, :]
+        (first, bias), *others = agent.hidden
+        values = bias[i, :][None, :]
+        for k, x in enumerate(observed):
+            values += x[:, None] * first[i, k, :][None, :]
         values = activation(values)
-        for matrix, bias in hidden[1:]:
-            product = jnp.dot(values, matrix[...], precision=lax.Precision.HIGHEST)
-            values = activation(product + bias[...][None, :])
-        outputs = tuple(jnp.sum(values * last[j, :][None, :], axis=1) + last_bias[j] for j in range(policy.num_outputs))
+        for matrix, bias in others:
+            product = jnp.dot(values, matrix[i, :, :], precision=lax.Precision.HIGHEST)
+            values = activation(product + bias[i, :][None, :])
+        outputs = tuple(
+            jnp.sum(values * row[i, :][None, :], axis=1) + bias for (row,), bias in zip(agent.last, biases, strict=True)
+        )
     return tuple(jnp.tanh(output) for output in outputs) if policy.output_tanh else outputs
 
 
