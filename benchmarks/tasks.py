@@ -3,6 +3,7 @@
     python benchmarks/tasks.py cpu                        # ours, EnvPool and Gymnasium, on all cores of this machine
     python benchmarks/tasks.py cpu --tasks CartPole-v1    # one task only
     python benchmarks/tasks.py gpu                        # ours with 1,024, 12,992 and 100,000 environments
+    python benchmarks/tasks.py gpu --hidden 64 64         # whole episodes of a policy with two hidden layers
 
 Baselines: EnvPool on all cores, and one Gymnasium environment. "Stepping": an environment whose episode ends starts
 again (ours: from its own first state), so that every step counts; a warm-up first lets the episodes get out of phase.
@@ -55,9 +56,11 @@ def timed(play: Callable[[], float]) -> tuple[Callable[[], float], float]:
     return play, time.perf_counter() - started
 
 
-def whole_episodes(env: Environment, num_agents: int, num_episodes: int) -> tuple[Callable[[], float], float]:
+def whole_episodes(
+    env: Environment, num_agents: int, num_episodes: int, hidden: Sequence[int]
+) -> tuple[Callable[[], float], float]:
     """A function that plays num_agents × num_episodes episodes, and the seconds of its compilation."""
-    policy = policy_for("auto", env.observation_size, env.action_space, hidden=())
+    policy = policy_for("auto", env.observation_size, env.action_space, hidden=tuple(hidden))
 
     @on_all_devices
     def lengths(keys: jax.Array) -> jax.Array:
@@ -141,7 +144,7 @@ def gymnasium_steps(name: str) -> float:
     return steps / (time.perf_counter() - started)
 
 
-def on_cpu(tasks: Sequence[str]) -> None:
+def on_cpu(tasks: Sequence[str], hidden: Sequence[int]) -> None:
     print(
         "| task | stepping, steps/s | compile, s | × EnvPool | × Gymnasium | whole episodes, steps/s | compile, s "
         "| × EnvPool | EnvPool, steps/s | Gymnasium, steps/s |"
@@ -150,7 +153,7 @@ def on_cpu(tasks: Sequence[str]) -> None:
     for name in tasks:
         play, seconds = stepping(ENVIRONMENTS[name](), 4096)
         rate = best_rate(play)
-        play, seconds_of_episodes = whole_episodes(ENVIRONMENTS[name](), 64, 64)
+        play, seconds_of_episodes = whole_episodes(ENVIRONMENTS[name](), 64, 64, hidden)
         episodes = best_rate(play)
         pool = max(envpool_steps(name, num_envs) for num_envs in (64, 1024))
         plain = gymnasium_steps(name)
@@ -161,7 +164,7 @@ def on_cpu(tasks: Sequence[str]) -> None:
         )
 
 
-def on_gpu(tasks: Sequence[str]) -> None:
+def on_gpu(tasks: Sequence[str], hidden: Sequence[int]) -> None:
     print(f"{jax.devices()[0].device_kind}\n")
     print("| task | environments | stepping, million steps/s | compile, s | whole episodes, million | compile, s |")
     print("|---|---:|---:|---:|---:|---:|")
@@ -169,7 +172,7 @@ def on_gpu(tasks: Sequence[str]) -> None:
         for num_agents in (32, 406, 3125):
             play, seconds = stepping(ENVIRONMENTS[name](), num_agents * 32)
             rate = best_rate(play)
-            play, seconds_of_episodes = whole_episodes(ENVIRONMENTS[name](), num_agents, 32)
+            play, seconds_of_episodes = whole_episodes(ENVIRONMENTS[name](), num_agents, 32, hidden)
             episodes = best_rate(play)
             print(
                 f"| {name} | {num_agents * 32:,} | {rate / 1e6:.2f} | {seconds:.0f} | {episodes / 1e6:.2f} "
@@ -182,9 +185,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("where", choices=("cpu", "gpu"))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--hidden", nargs="*", type=int, default=(), help="sizes of the policy's hidden layers")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
-    (on_cpu if arguments.where == "cpu" else on_gpu)(arguments.tasks)
+    (on_cpu if arguments.where == "cpu" else on_gpu)(arguments.tasks, arguments.hidden)
 
 
 if __name__ == "__main__":
