@@ -62,8 +62,7 @@ class Ongoing:
         self, setup: Setup, action: Numbers, noise: Numbers, time: Array, *, in_kernel: bool = False
     ) -> tuple["Ongoing", Array]:
         """The episodes after one more step, and the step's rewards."""
-        env = setup.env
-        step = env.step_in_kernel if in_kernel and env.has_loops else env.step
+        step = _step_of_kernel(setup.env) if in_kernel else setup.env.step
         # The state of an episode that has ended does not change: stepping it further could overflow.
         following, rewards, terminated = step(self.state, action, noise)
         state = jax.tree.map(lambda new, old: jnp.where(self.alive, new, old), following, self.state)
@@ -87,9 +86,12 @@ def fits_kernel(setup: Setup) -> bool:
 
     It cannot hold wide layers, nor environments with loops that were not written for kernels.
     """
-    env = setup.env
-    fits = not env.has_loops or hasattr(env, "step_in_kernel")
-    return fits and max(setup.policy.hidden, default=0) <= LARGEST_HIDDEN
+    return _step_of_kernel(setup.env) is not None and max(setup.policy.hidden, default=0) <= LARGEST_HIDDEN
+
+
+def _step_of_kernel(env: Environment) -> Any:
+    """How an environment takes a step inside a kernel; None if it cannot."""
+    return getattr(env, "step_in_kernel", None) if env.has_loops else env.step
 
 
 class _PerEpisode(NamedTuple):
