@@ -120,13 +120,15 @@ def test_a_map_is_a_map(way: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_kernel_skips_what_no_element_of_a_block_needs(way: str) -> None:
     """A block that has one such element computes the function for all, so that it must leave the others unchanged."""
-    mask = np.arange(100) == 40
+    mask = np.arange(3 * BLOCK) == 40
 
     def run(mask: jax.Array, values: jax.Array) -> Any:
         return WAYS[way].if_any(mask, lambda value: (value + 1,), (values,))[0]
 
-    result = run_by(way, run, jnp.asarray(mask), jnp.zeros(100))
-    np.testing.assert_array_equal(result, (np.arange(100) // BLOCK == 1) if way == "kernel" else np.ones(100))
+    result = run_by(way, run, jnp.asarray(mask), jnp.zeros(3 * BLOCK))
+    np.testing.assert_array_equal(
+        result, (np.arange(3 * BLOCK) // BLOCK == 1) if way == "kernel" else np.ones(3 * BLOCK)
+    )
 
 
 @pytest.mark.parametrize("transform", [lambda function: function, jax.jit])

@@ -12,6 +12,7 @@ from jax import Array
 from byzpg.envs import ENVIRONMENTS, Environment
 from byzpg.envs.cartpole import CartPole
 from byzpg.envs.spaces import Box
+from byzpg.learning import rollouts
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP, Numbers, Policy, policy_for
 from byzpg.learning.rollout_kernel import Agents, Ongoing, Setup, StepInputs, play_in_kernel
 from byzpg.learning.rollouts import Episodes, play_in_loop, rollout
@@ -130,6 +131,7 @@ def test_rollouts_on_gpus_use_it_where_it_fits(
 ) -> None:
     """It supports neither wide layers nor environments with loops that were not written for kernels."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(rollouts, "TURN", 4)  # CPUs would play in two turns
     policy = CategoricalMLP(4, hidden, "tanh", output_tanh=True, num_actions=2)
 
     def play(parameters: Array, keys: Array, byzantine: Array) -> Episodes:

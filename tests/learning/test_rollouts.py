@@ -457,14 +457,15 @@ def test_agents_in_turns_play_what_they_play_at_once(monkeypatch: pytest.MonkeyP
 
     def played(turn: int) -> Any:
         monkeypatch.setattr(rollouts, "TURN", turn)
-        attackers = [(RandomActionRewardFlip(), ATTACKERS), (RandomReward(), ~ATTACKERS)]
+        attackers = [(RandomActionRewardFlip(), ATTACKERS[:5]), (RandomReward(), ~ATTACKERS[:5])]
         options: Any = {"num_episodes": NUM_EPISODES, "horizon": 101, "attackers": attackers}
-        play = jax.jit(lambda keys: rollout(Counting(1, 200), PREFERRING, jnp.asarray(PREFERENCE), keys, **options))
-        return in_numpy(play(agent_keys(0)))
+        play = jax.jit(lambda keys: rollout(Counting(1, 200), PREFERRING, jnp.asarray(PREFERENCE[:5]), keys, **options))
+        return in_numpy(play(agent_keys(0)[:5]))
 
     at_once = played(10**6)
     running = np.arange(at_once.actions.shape[2]) < at_once.lengths[..., None]
-    for turn in (NUM_EPISODES, 30):  # six turns of one agent, or four of two agents, the last of which is filled up
+    # Five turns of one agent, or two of three agents, the last of which is filled up.
+    for turn in (1, 5 * NUM_EPISODES // 2):
         in_turns = played(turn)
         for field in fields(Episodes):
             values, expected = getattr(in_turns, field.name), getattr(at_once, field.name)

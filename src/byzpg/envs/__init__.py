@@ -68,7 +68,7 @@ class Environment(Protocol):
         """Whether a step contains loops.
 
         If so, a whole rollout fits into one GPU kernel only if there is a method `step_in_kernel`, which takes a step
-        inside a kernel, where all arrays are blocks [32]. See `LunarLander`.
+        inside a kernel on a block of 16 or 32 episodes, some of which may be padding. See `LunarLander`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""GPU kernels that compute a large elementwise function on blocks of 32 elements, each of which stays in registers."""
+"""GPU kernels of many operations: each block of 32 elements is computed by one warp, which keeps it in registers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +18,8 @@ class Apart:
     For every load and store, Triton's compiler collects all operations that are connected with it, in a time that grows
     with the square of their number: minutes for a kernel with thousands of operations. Values that enter or leave a
     `while` loop do not connect operations. In such a kernel, loads and stores therefore stand in loops of one turn, and
-    all loops around them are `while` loops. Since constants connect operations, too, the kernel reads vectors only: the
-    addresses of single numbers share constants with its loops.
+    all loops around them are `while` loops. Since constants connect operations, too, the kernel reads vectors only,
+    apart from numbers at its start: the addresses of single numbers share constants with its loops.
 
     Args:
         ones: The number 1, read twice from memory, since the compiler simplifies a loop whose turns it can count; or
@@ -37,7 +37,10 @@ class Apart:
         state: Any,
         goes_on: Callable[[Any], Array] | None = None,
     ) -> Any:
-        """The state after function(0, ·), function(1, ·)…, `number` times or as long as goes_on(state)."""
+        """The state after function(0, ·), function(1, ·)…, `number` times.
+
+        Where loads stand apart, it stops earlier if goes_on(state) is false.
+        """
         if self.ones is None:
             return lax.fori_loop(0, number, function, state)
 
@@ -127,6 +130,10 @@ def in_kernel(function: Callable[..., Result], *arguments: Any, interpret: bool 
         """Booleans are stored as integers."""
         return jnp.int32 if dtype == jnp.bool_ else dtype
 
+    def filled(row: Array) -> Array:
+        # A place without an element holds ones: in a state that says whether its episode has ended, it has.
+        return jnp.pad(row, ((0, 0), (0, padded - size)), constant_values=1)
+
     def kernel(ones: Any, *refs: Any) -> None:
         apart = Apart((ones[0], ones[1]))
         inputs, outputs = refs[: len(leaves)], refs[len(leaves) :]
@@ -151,7 +158,7 @@ def in_kernel(function: Callable[..., Result], *arguments: Any, interpret: bool 
         interpret=interpret,
     )(
         jnp.ones(2, jnp.int32),
-        *(jnp.pad(leaf.astype(stored(leaf.dtype)).reshape(1, -1), ((0, 0), (0, padded - size))) for leaf in leaves),
+        *(filled(leaf.astype(stored(leaf.dtype)).reshape(1, -1)) for leaf in leaves),
     )
     return jax.tree.unflatten(
         structure,

@@ -390,7 +390,9 @@ def velocity_round(
         legs[i] = LegMotion(velocity, hinge, tuple(impulses))
         changes = changes | velocity_changed(before.velocity, velocity)
         changes = changes | (jnp.abs(hinge.motor - before.hinge.motor) > SETTLED)
-    return Velocities(hull, (legs[0], legs[1])), active & (changes | velocity_changed(state.hull, hull))
+    solved, active_next = Velocities(hull, (legs[0], legs[1])), active & (changes | velocity_changed(state.hull, hull))
+    # In a kernel, a lander that has settled must not depend on how long the others of its block go on.
+    return choose(active, solved, state) if loops.in_kernel else solved, active_next
 
 
 def position_round(loops: Loops, constants: PositionConstants, state: Poses, active: Array) -> tuple[Poses, Array]:

@@ -129,7 +129,7 @@ class Loops:
         return jax.tree.map(lambda leaf: leaf.reshape(shape), results)
 
     def if_any(self, mask: Array, function: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Compute function(*values), which changes no element outside the mask; a kernel skips it if there is none."""
+        """Compute function(*values). A kernel skips it if the mask is empty: only what is in the mask counts."""
         if not self.in_kernel:
             return function(*values)
         return lax.cond(any_true(mask), function, lambda *values: values, *values)

@@ -148,9 +148,10 @@ class _Blocks:
     def padded(self) -> int:
         return self.number * self.size
 
-    def pad(self, array: Array) -> Array:
+    def pad(self, array: Array, fill: int = 0) -> Array:
         """Fill the last axis up to whole blocks."""
-        return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, self.padded - self.num_episodes)])
+        widths = [(0, 0)] * (array.ndim - 1) + [(0, self.padded - self.num_episodes)]
+        return jnp.pad(array, widths, constant_values=fill)
 
     def cut(self, array: Array) -> Array:
         """Undo `pad`."""
@@ -177,7 +178,7 @@ def play_in_kernel(
             (scalars[1], scalars[2]) if setup.env.has_loops else None,
             wait=(lambda: None) if interpret else triton.debug_barrier,
         )
-        refs = episodes.state, episodes.alive, episodes.lengths
+        first_time, refs = scalars[0], (episodes.state, episodes.alive, episodes.lengths)
         state, alive, lengths = apart.read(lambda i: jax.tree.map(lambda ref: ref[i, :], refs))
         start = Ongoing(jax.tree.unflatten(state_structure, state), alive != 0, lengths)
 
@@ -187,7 +188,7 @@ def play_in_kernel(
                 index,
                 ongoing,
                 apart=apart,
-                first_time=scalars[0],
+                first_time=first_time,
                 episodes=episodes,
                 agent=agent,
                 results=results,
@@ -232,7 +233,8 @@ def _read(setup: Setup, blocks: _Blocks, ongoing: Ongoing, inputs: StepInputs) -
     if inputs.uniform_actions is not None:
         uniform_actions = setup.env.action_space.numbers(inputs.uniform_actions)
     return _PerEpisode(
-        state=[blocks.pad(leaf)[:, None] for leaf in jax.tree.leaves(ongoing.state)],
+        # A place without an episode holds ones: in a state that says whether its episode has ended, it has.
+        state=[blocks.pad(leaf, 1)[:, None] for leaf in jax.tree.leaves(ongoing.state)],
         alive=blocks.pad(ongoing.alive.astype(jnp.int32))[:, None],
         lengths=blocks.pad(ongoing.lengths)[:, None],
         noise=blocks.pad(jnp.moveaxis(inputs.noise, (1, 3), (0, 1))),

@@ -121,24 +121,27 @@ def rollout(
             attackers,
             num_episodes,
         )
-        return lax.while_loop(run.unfinished, run.play_piece, run.start()).episodes
+        episodes = lax.while_loop(run.unfinished, run.play_piece, run.start()).episodes
+        return replace(episodes, steps=jnp.max(episodes.lengths))
 
-    def in_turn(agents: _Given) -> Episodes:
-        number = len(agents.keys)
-        num_turns = 1 if env.has_loops else max(1, round(number * num_episodes / TURN))
-        size = -(-number // num_turns)
-        if num_turns == 1:
-            return play(agents)
+    number = len(keys)
+    num_turns = 1 if env.has_loops else min(number, max(1, round(number * num_episodes / TURN)))
+    size = -(-number // num_turns)
+    num_turns = -(-number // size)
+
+    def in_turns(agents: _Given) -> Episodes:
         each = jnp.minimum(jnp.arange(num_turns * size), number - 1).reshape(num_turns, size)
         episodes = lax.map(play, jax.tree.map(lambda leaf: leaf[each], agents))
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:number], episodes)
+        longest = jnp.max(episodes.steps)
+        episodes = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:number], episodes)
+        return replace(episodes, steps=longest)
 
-    episodes = by_platform(_Given(parameters, keys, masks), cuda=play, default=in_turn)
-    return replace(episodes, steps=jnp.max(episodes.lengths))
+    given = _Given(parameters, keys, masks)
+    return play(given) if num_turns == 1 else by_platform(given, cuda=play, default=in_turns)
 
 
 class _Given(NamedTuple):
-    """What a rollout is given of each agent: arrays [agent, ...]."""
+    """What `rollout` gets for each agent: arrays [agent, ...]."""
 
     parameters: Array
     keys: Array

@@ -407,7 +407,9 @@ class _Messages:
         """Return which attackers the receivers are [receiver, b]."""
         return receivers[:, None] == self.knowledge.byzantine
 
-    def held_by(self, receiver: Array, private: Array, heard: Array, own: Array | None, *, often_none: bool) -> Cloud:
+    def held_by(
+        self, receiver: Array, private: Array, heard: Array, own: Array | None, *, often_unusable: bool
+    ) -> Cloud:
         """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers.
 
         Of the messages that only this receiver holds, it uses those that are `heard` [Byzantine sender].
@@ -417,7 +419,7 @@ class _Messages:
         # The false row of attacker j comes b rows after its true one.
         place = jnp.where(truthful, self.true_row, self.true_row + len(self.knowledge.byzantine))
         return Cloud.of(
-            self.shared, private, heard, place=place, sender=self.sender, own=own, often_unusable=often_none
+            self.shared, private, heard, place=place, sender=self.sender, own=own, often_unusable=often_unusable
         )
 
     def receivers_at_once(self, setting: _Setting) -> int:
@@ -515,7 +517,7 @@ def _at_group(
         own = None if setting.at_server else receiver
         applied = apply_at_receiver(
             rule,
-            messages.held_by(receiver, private, heard, own, often_none=selective),
+            messages.held_by(receiver, private, heard, own, often_unusable=selective),
             num_byzantine=setting.num_byzantine,
             key=rule_key(key, receiver),
             with_weights=setting.diagnose and rule.has_weights,

@@ -257,7 +257,7 @@ class Cloud:
     ) -> "Cloud":
         """Return the cloud whose point j is row place[j], and whose row i can only be point sender[i].
 
-        Shared rows are counted first, then private ones. If none of these are usable, as is `often` the case in a large
+        Shared rows are counted first, then private ones. If none of these are usable, as is often the case in a large
         federation, their products are skipped.
         """
 
