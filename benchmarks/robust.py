@@ -252,7 +252,7 @@ def shared_rules(num_agents: int, f: int) -> dict[str, tuple[aggregators.Aggrega
 def against(num_agents: int, dimension: int, f: int) -> None:
     torch = importlib.import_module("torch")
     rows, key = vectors(num_agents, dimension), jax.random.key(0)
-    on_device, tensors, attackers = jnp.asarray(rows), torch.asarray(rows), jnp.arange(num_agents - f, num_agents)
+    on_device, attackers = jnp.asarray(rows.copy()), jnp.arange(num_agents - f, num_agents)
     repeats = 7 if rows.size > 1e6 else 50
     print(f"\n### Side by side: K = {num_agents}, d = {dimension:,}, f = {f}\n")
     print(
@@ -272,6 +272,7 @@ def against(num_agents: int, dimension: int, f: int) -> None:
         for library, function in zip(("ByzFL", "ByzPy"), theirs, strict=True):
             if function is None:
                 continue
+            tensors = torch.asarray(rows.copy())  # of their own, since some rules change their input
             difference = np.max(np.abs(np.asarray(function(tensors)) - result)) / np.max(np.abs(result))
             inputs = (tensors, rows.copy()) if library == "ByzFL" else (tensors,)  # ByzPy takes tensors if it can
             ours, *once = best_of_each(
