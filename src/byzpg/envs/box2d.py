@@ -151,15 +151,15 @@ class Manifold(NamedTuple):
 
 
 class ContactConstraint(NamedTuple):
-    """A contact in the form that the velocity solver needs. A point that does not exist has infinite resistance."""
+    """A contact in the form that the velocity solver needs. A point that does not exist has no mass."""
 
     normal: Pair
     normal_arms: Pair
     tangent_arms: Pair
-    normal_resistance: Pair
-    tangent_resistance: Pair
-    stiffness: tuple[Array, Array, Array]
-    determinant: Array
+    normal_masses: Pair
+    tangent_masses: Pair
+    compliance: tuple[Array, Array, Array]
+    inverse_determinant: Array  # of the compliance
     both: Array  # whether the solver treats two points
 
 
@@ -319,18 +319,18 @@ def contact_constraint(shape: Shape, manifold: Manifold, pose: Pose) -> ContactC
         return shape.inverse_mass + a * b * shape.inverse_inertia
 
     one, other = normal_arms
-    stiffness = compliance(one, one), compliance(one, other), compliance(other, other)
-    determinant = stiffness[0] * stiffness[2] - stiffness[1] * stiffness[1]
-    both = second & (stiffness[0] * stiffness[0] < LARGEST_CONDITION * determinant)
+    along_normal = compliance(one, one), compliance(one, other), compliance(other, other)
+    determinant = along_normal[0] * along_normal[2] - along_normal[1] * along_normal[1]
+    both = second & (along_normal[0] * along_normal[0] < LARGEST_CONDITION * determinant)
     present = first, both
     return ContactConstraint(
         normal,
         normal_arms,
         tangent_arms,
-        tuple(jnp.where(here, k, jnp.inf) for here, k in zip(present, (stiffness[0], stiffness[2]), strict=True)),
-        tuple(jnp.where(here, compliance(arm, arm), jnp.inf) for here, arm in zip(present, tangent_arms, strict=True)),
-        stiffness,
-        jnp.where(both, determinant, 1.0),
+        tuple(jnp.where(here, 1 / compliance(arm, arm), 0.0) for here, arm in zip(present, normal_arms, strict=True)),
+        tuple(jnp.where(here, 1 / compliance(arm, arm), 0.0) for here, arm in zip(present, tangent_arms, strict=True)),
+        along_normal,
+        1 / jnp.where(both, determinant, 1.0),
         both,
     )
 
@@ -373,14 +373,14 @@ def normal_impulses(constraint: ContactConstraint, old: Pair, away: Array, spin:
         spin: The angular velocity.
     """
     (one, other), (old_one, old_other) = constraint.normal_arms, old
-    k_one, k_mixed, k_other = constraint.stiffness
+    k_one, k_mixed, k_other = constraint.compliance
     left_one = away + spin * one - (k_one * old_one + k_mixed * old_other)
     left_other = away + spin * other - (k_mixed * old_one + k_other * old_other)
     both = (
-        (k_mixed * left_other - k_other * left_one) / constraint.determinant,
-        (k_mixed * left_one - k_one * left_other) / constraint.determinant,
+        (k_mixed * left_other - k_other * left_one) * constraint.inverse_determinant,
+        (k_mixed * left_one - k_one * left_other) * constraint.inverse_determinant,
     )
-    first, second = -left_one / constraint.normal_resistance[0], -left_other / constraint.normal_resistance[1]
+    first, second = -left_one * constraint.normal_masses[0], -left_other * constraint.normal_masses[1]
     both_push = constraint.both & (both[0] >= 0) & (both[1] >= 0)
     first_pushes = (first >= 0) & (~constraint.both | (k_mixed * first + left_other >= 0))
     second_pushes = constraint.both & (second >= 0) & (k_mixed * second + left_one >= 0)
@@ -405,11 +405,11 @@ def solve_contact_velocity(
     normal, tangent = constraint.normal, (constraint.normal[1], -constraint.normal[0])
     along, away, spin = dot(velocity.linear, tangent), dot(velocity.linear, normal), velocity.spin
     friction = []
-    for arm, resistance, pressure, old in zip(
-        constraint.tangent_arms, constraint.tangent_resistance, impulses.normal, impulses.tangent, strict=True
+    for arm, mass, pressure, old in zip(
+        constraint.tangent_arms, constraint.tangent_masses, impulses.normal, impulses.tangent, strict=True
     ):
         limit = shape.friction * pressure
-        new = jnp.clip(old - (along + spin * arm) / resistance, -limit, limit)
+        new = jnp.clip(old - (along + spin * arm) * mass, -limit, limit)
         along, spin = along + (new - old) * shape.inverse_mass, spin + (new - old) * arm * shape.inverse_inertia
         friction.append(new)
     rubbed = friction[0] - impulses.tangent[0] + friction[1] - impulses.tangent[1]

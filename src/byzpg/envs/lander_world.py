@@ -383,7 +383,7 @@ def velocity_round(
         impulses = list(before.impulses)
         for j, contact in enumerate(constants.contacts[i]):
             impulses[j], velocity = loops.if_any(
-                active & (contact.normal_resistance[0] < jnp.inf),
+                active & (contact.normal_masses[0] > 0),
                 partial(solve_contact_velocity, LEG, contact),
                 (impulses[j], velocity),
             )
