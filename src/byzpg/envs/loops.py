@@ -235,10 +235,3 @@ def _packed(tree: Result) -> tuple[Array, Callable[[Array], Result]]:
         return jax.tree.unflatten(structure, [restored(array[..., i], kind) for i, kind in enumerate(kinds)])
 
     return jnp.stack([stored(leaf) for leaf in leaves], axis=-1), unpack
-
-
-def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[..., Result]) -> Result:
-    """`lax.platform_dependent`, without tracing the CUDA branch on CPU-only machines, since tracing it is slow."""
-    if jax.default_backend() == "cpu":
-        return default(*arguments)
-    return lax.platform_dependent(*arguments, cuda=cuda, default=default)

@@ -31,9 +31,9 @@ from byzpg.envs.lander_bodies import (
     highest_ground,
 )
 from byzpg.envs.lander_world import step_world
-from byzpg.envs.loops import Loops, by_platform, choose
+from byzpg.envs.loops import Loops, choose
 from byzpg.envs.spaces import Box, Discrete
-from byzpg.robust.components import Component
+from byzpg.robust.components import Component, by_platform
 
 # From gymnasium.envs.box2d.lunar_lander, with lengths in metres (pixels / 30).
 HEIGHT = 400 / 30

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from byzpg.envs.loops import by_platform
 from byzpg.learning.policies import Policy, Weights
 from byzpg.learning.rollouts import Clock, Episodes
-from byzpg.robust.components import Component, check_choice, check_positive
+from byzpg.robust.components import Component, by_platform, check_choice, check_positive
 
 # One number for all agents, or one per agent [agent].
 Number = float | Array

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from byzpg.envs import Environment
-from byzpg.envs.loops import by_platform
 from byzpg.learning.policies import Policy
 from byzpg.learning.rollout_kernel import Agents, Ongoing, Setup, StepInputs, Transitions, fits_kernel, play_in_kernel
 from byzpg.robust.attacks import Attack
+from byzpg.robust.components import by_platform
 
 # Purposes in the addresses of random numbers: fold_in(fold_in(agent's key, purpose), piece).
 NOISE, ATTACK_ACTIONS, ATTACK_REWARDS, RESET = 0, 1, 3, 4

@@ -1,14 +1,15 @@
 """What all components (rules, attacks, …) share: they print as they are written, and they check their options."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from math import inf, isfinite
 from typing import Any, ClassVar, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 Vectors = Array | np.ndarray
 
@@ -39,6 +40,7 @@ class Component:
 
 
 C = TypeVar("C", bound="Component")
+Result = TypeVar("Result")
 
 
 class _Number:
@@ -174,3 +176,10 @@ def check_vectors(name: str, vectors: object) -> Array:
     if 0 in array.shape:
         raise ValueError(f"{name} must have at least one row and one column, got shape {array.shape}.")
     return array
+
+
+def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[..., Result]) -> Result:
+    """`lax.platform_dependent`, without tracing the CUDA branch on CPU-only machines, since tracing it is slow."""
+    if jax.default_backend() == "cpu":
+        return default(*arguments)
+    return lax.platform_dependent(*arguments, cuda=cuda, default=default)

@@ -19,9 +19,17 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from byzpg.robust.attacks import Attack, Knowledge, NoAttack
-from byzpg.robust.components import Vectors, check_num_byzantine, check_vectors, with_numbers, without_numbers
-from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, squared_distances
-from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors
+from byzpg.robust.components import (
+    Vectors,
+    by_platform,
+    check_num_byzantine,
+    check_vectors,
+    with_numbers,
+    without_numbers,
+)
+from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, repeated, squared_distances
+from byzpg.robust.kernels import Rows, inner_products
+from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors, coefficients_at_receiver
 
 # Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
 GROUP_BYTES = 2**30
@@ -334,11 +342,13 @@ def _receive(
     receivers, stands_for = _receivers(setting, messages)
     here = _at_receivers(setting, messages, round_.keys, shards.part(receivers))
     results, weights = shards.whole(here, len(receivers))
-    if stands_for is not None:
-        results, weights = jax.tree.map(lambda leaf: leaf[stands_for], (results, weights))
-        if setting.rule.needs_own:
-            has_own = messages.has_own[:, None]
-            results, weights = jax.tree.map(lambda leaf: jnp.where(has_own, leaf, jnp.nan), (results, weights))
+    defined = messages.has_own if setting.rule.needs_own and stands_for is not None else None
+    if messages.has_combinations(setting.rule):
+        results = messages.shared.combine(results, stands_for, defined)
+    else:
+        results = repeated(results, stands_for, defined)
+    if weights is not None:
+        weights = repeated(weights, stands_for, defined)
     return results, _diagnostics(setting, knowledge, results, weights) if diagnose else None
 
 
@@ -358,22 +368,25 @@ class _Messages:
         """The messages of attackers that send `false_rows` [b, d] to all receivers, or None: that equivocate."""
         byzantine, honest, num_agents = knowledge.byzantine, knowledge.honest, knowledge.num_agents
         order = jnp.append(honest, byzantine)
-        rows = knowledge.vectors[order]
-        if false_rows is not None and len(false_rows):
-            rows = jnp.concatenate([rows, false_rows])
-        usable = is_sound(rows)
+        vectors = knowledge.vectors
+        rows = Rows(vectors, order, vectors[:0] if false_rows is None else false_rows)
+        usable = jnp.append(is_sound(vectors)[order], is_sound(rows.more))
         first = jnp.argmax(usable[: len(honest)])
         shared = SharedRows.around(
             rows,
             usable,
             first=first,
             majority=num_agents - setting.num_byzantine,
-            candidates=num_agents,
             num_common=len(honest),
+            on_one_device=setting.shards.coordinates == 1,
         )
-        shared = replace(shared, ascending=ascending_rows(rows[: len(honest)], usable[: len(honest)]))
+        shared = replace(shared, ascending=ascending_rows(shared.raw[: len(honest)], usable[: len(honest)]))
         true_row = jnp.zeros(num_agents, int).at[order].set(jnp.arange(num_agents))
         return cls(knowledge, shared, true_row, jnp.append(order, byzantine), honest[first], false_rows is None)
+
+    def has_combinations(self, rule: Rule) -> bool:
+        """Whether all results are weighted means of the shared rows, so that their coefficients say everything."""
+        return rule.has_weights and not self.equivocal
 
     @property
     def has_own(self) -> Array:
@@ -462,6 +475,8 @@ def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | N
 def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
     """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K].
 
+    Where results are combinations of the shared rows, return their coefficients [receiver, c + 1] instead.
+
     The rule is applied to one group of receivers after the other: groups of equal size, as few as memory allows.
     """
     at_once = messages.receivers_at_once(setting)
@@ -502,7 +517,7 @@ def _same_as_before(setting: _Setting, messages: _Messages, receivers: Array, at
 def _at_group(
     setting: _Setting, messages: _Messages, key: Array, receivers: Array, *, many: bool = False
 ) -> tuple[Array, Array | None]:
-    """Return the results [receiver, d] and, for diagnostics, the weights [receiver, K] at a group of receivers.
+    """As `_at_receivers`, at one group of receivers.
 
     If it is one of `many` groups, then private messages without influence are left out.
     """
@@ -513,35 +528,57 @@ def _at_group(
     if selective:
         heard &= ~messages.is_own(receivers)
 
-    def at_receiver(receiver: Array, private: Array, heard: Array) -> tuple[Array, Array | None]:
+    def held_by(receiver: Array, private: Array, heard: Array) -> tuple[Cloud, dict[str, Any]]:
         own = None if setting.at_server else receiver
-        applied = apply_at_receiver(
-            rule,
-            messages.held_by(receiver, private, heard, own, often_unusable=selective),
-            num_byzantine=setting.num_byzantine,
-            key=rule_key(key, receiver),
-            with_weights=setting.diagnose and rule.has_weights,
-        )
+        cloud = messages.held_by(receiver, private, heard, own, often_unusable=selective)
+        return cloud, {"num_byzantine": setting.num_byzantine, "key": rule_key(key, receiver)}
+
+    def coefficients_at(*receiver: Array) -> tuple[Array, Array | None]:
+        cloud, options = held_by(*receiver)
+        coefficients = coefficients_at_receiver(rule, cloud, **options)
+        return cloud.of_stored(coefficients[None])[0], coefficients[:-1] if setting.diagnose else None
+
+    def result_at(*receiver: Array) -> tuple[Array, Array | None]:
+        cloud, options = held_by(*receiver)
+        applied = apply_at_receiver(rule, cloud, with_weights=setting.diagnose and rule.has_weights, **options)
         return applied.result, applied.weights
 
+    at_receiver = coefficients_at if messages.has_combinations(rule) else result_at
     return jax.vmap(at_receiver)(receivers, private, heard)
 
 
 def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weights: Array | None) -> Diagnostics:
-    honest, around_mean = knowledge.honest, knowledge.honest_around_mean()
-    square = jnp.sum(jnp.square(around_mean))
-    after = jnp.asarray(0.0) if setting.at_server else _diameter(results[honest] - results[honest[0]])
+    honest, mean = knowledge.honest, knowledge.mean()
+    error = jnp.sum(jnp.square(results - mean), axis=1)
+    products = _products_around(mean, knowledge.vectors, honest, setting.shards)
+    if setting.at_server:
+        after = jnp.asarray(0.0)
+    else:
+        after = _diameter(_products_around(results[honest[0]], results, honest, setting.shards))
+        after = jnp.where(jnp.any(jnp.isnan(error[honest])), jnp.nan, after)
     return Diagnostics(
-        error=jnp.sum(jnp.square(results - knowledge.mean()), axis=1),
-        honest_variance=2 * square / max(1, len(around_mean) - 1),
-        diameter_before=_diameter(around_mean),
+        error=error,
+        honest_variance=2 * jnp.trace(products) / max(1, len(honest) - 1),
+        diameter_before=_diameter(products),
         diameter_after=after,
         weights=jnp.full((len(results), knowledge.num_agents), jnp.nan) if weights is None else weights,
     )
 
 
-def _diameter(rows: Array) -> Array:
-    return jnp.sqrt(jnp.max(squared_distances(dot(rows, rows.T))))
+def _products_around(centre: Array, vectors: Array, chosen: Array, shards: Shards) -> Array:
+    """Return the inner products of the chosen vectors minus the centre."""
+    rows = Rows(vectors, chosen, vectors[:0])
+
+    def plain() -> Array:
+        around = rows.joined - centre
+        return dot(around, around.T)
+
+    in_kernel = shards.coordinates == 1 and rows.fit_kernels
+    return by_platform(cuda=partial(inner_products, rows, centre) if in_kernel else plain, default=plain)
+
+
+def _diameter(inner: Array) -> Array:
+    return jnp.sqrt(jnp.max(squared_distances(inner)))
 
 
 def _in_groups(function: Callable[[Array], Any], receivers: Array, at_once: int, number: Array | int) -> Any:

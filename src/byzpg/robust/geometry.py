@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from byzpg.robust.components import Vectors
+from byzpg.robust import kernels
+from byzpg.robust.components import Vectors, by_platform
 from byzpg.robust.order_statistics import kth_smallest, sort
 
 # A longer row cannot be squared and summed safely in float32, so it is treated like one that is not finite.
@@ -91,6 +92,13 @@ def squared_distances(gram: Array) -> Array:
     return jnp.where(jnp.eye(len(gram), dtype=bool), 0, distances)
 
 
+def repeated(items: Array, stands_for: Array | None, defined: Array | None) -> Array:
+    """Return items[stands_for], with NaN where it is not `defined`; None means every item, and all of them."""
+    if stands_for is not None:
+        items = items[stands_for]
+    return items if defined is None else jnp.where(defined[:, None], items, jnp.nan)
+
+
 def _centred(rows: Array, centre: Array) -> Array:
     """Return rows minus the centre, with 0 for entries that are not finite.
 
@@ -143,6 +151,8 @@ class SharedRows:
         centre: [d], one of the rows.
         centred: [c, d], the rows minus the centre.
         inner: [c, c], the inner products of the centred rows.
+        rows: The same rows as `raw`, in place.
+        in_kernels: Whether products of the rows may be computed in GPU kernels.
         num_common: Every receiver holds the rows before this one. Of the others, it holds either row num_common + j, or
             the false row j in its place: false rows are the last shared rows, or private ones.
         ascending: [num_common, d], the values of the usable ones of the first num_common rows, ascending in each column
@@ -154,12 +164,14 @@ class SharedRows:
     centre: Array
     centred: Array
     inner: Array
+    rows: kernels.Rows
+    in_kernels: bool = field(metadata={"static": True})
     num_common: int = field(metadata={"static": True})
     ascending: Array | None = None
 
     @staticmethod
     def around(
-        raw: Array, usable: Array, *, first: Array, majority: int, candidates: int, num_common: int
+        rows: kernels.Rows, usable: Array, *, first: Array, majority: int, num_common: int, on_one_device: bool = True
     ) -> "SharedRows":
         """Centre the rows on one of them that is near the majority.
 
@@ -167,20 +179,27 @@ class SharedRows:
         the others; each move towards the majority regains three digits.
 
         Args:
-            raw: The rows [c, d].
+            rows: The rows. A row of `rows.vectors` becomes the centre.
             usable: Which of them are usable [c].
             first: The index of the row to try first.
-            majority: How many of the candidates are trusted to be close together.
-            candidates: How many rows, counted from the first, may become the centre.
+            majority: How many of `rows.vectors` are trusted to be close together.
             num_common: How many rows, counted from the first, every receiver holds.
+            on_one_device: Whether one device holds all coordinates.
         """
+        raw, in_kernels, candidates = rows.joined, on_one_device and rows.fit_kernels, len(rows.order)
         eligible = usable[:candidates]
+
+        def products(centre: Array) -> Array:
+            return _inner_products(_centred(raw, centre), usable)
+
+        def products_in_kernel(centre: Array) -> Array:
+            return jnp.where(usable[:, None] & usable[None, :], kernels.inner_products(rows, centre), 0)
 
         def move(search: _CentreSearch) -> _CentreSearch:
             """Centre the rows on the proposed row, and check whether another one is much nearer to the majority."""
             index = search.proposal
-            centre = jnp.where(usable[index], raw[index], 0)
-            inner = _inner_products(_centred(raw, centre), usable)
+            centre = jnp.where(usable[index], rows.vectors[rows.order[index]], 0)
+            inner = by_platform(centre, cuda=products_in_kernel if in_kernels else products, default=products)
             distances = squared_distances(inner[:candidates, :candidates])
             distances = jnp.where(eligible[:, None] & eligible[None, :], distances, jnp.inf)
             radius = kth_smallest(distances, majority - 1)
@@ -199,7 +218,48 @@ class SharedRows:
                 num_moves=jnp.int32(0),
             ),
         )
-        return SharedRows(raw, usable, found.centre, _centred(raw, found.centre), found.inner, num_common)
+        centred = _centred(raw, found.centre)
+        return SharedRows(raw, usable, found.centre, centred, found.inner, rows, in_kernels, num_common)
+
+    def towards_origin(self) -> Array:
+        """Return the inner products [c] of the origin with the rows, all of them around the centre."""
+        vectors, order, more = self.rows
+
+        def in_place() -> Array:
+            first, after = (-jnp.sum(_centred(each, self.centre) * self.centre, axis=1) for each in (vectors, more))
+            return jnp.append(first[order], after)
+
+        def in_product() -> Array:
+            return _towards_origin(self.centred, self.centre)
+
+        return by_platform(cuda=in_place if self.in_kernels else in_product, default=in_product)
+
+    def combine(self, stored: Array, stands_for: Array | None, defined: Array | None) -> Array:
+        """Return affine combinations of the rows, some of them repeatedly.
+
+        They are computed around the row with the largest coefficient, so that rules without distances need no search
+        for a centre.
+
+        Args:
+            stored: Coefficients u [m, c + 1] of the rows and the origin; the sum is Σ_j u_j x_j.
+            stands_for: [n], which of the sums each result is; None for all of them in turn.
+            defined: [n], which results are not NaN; None for all.
+
+        Returns:
+            The results [n, d].
+        """
+        index = jnp.argmax(stored[0, :-1])
+        centre = jnp.where(self.usable[index], self.rows.row(index), 0)
+
+        def in_kernel() -> Array:
+            each = repeated(stored, stands_for, defined)
+            return kernels.combinations(each[:, :-1], _share(each), self.rows, centre)
+
+        def in_products() -> Array:
+            total = dot(stored[:, :-1], _centred(self.raw, centre))
+            return repeated(_around(centre, stored, total), stands_for, defined)
+
+        return by_platform(cuda=in_kernel if self.in_kernels else in_products, default=in_products)
 
 
 @jax.tree_util.register_dataclass
@@ -273,7 +333,7 @@ class Cloud:
         else:
             cross, inner = products(centred)
         stored = jnp.block([[shared.inner, cross.T], [cross, inner]])
-        origin = jnp.concatenate([_towards_origin(shared.centred, shared), _towards_origin(centred, shared)])
+        origin = jnp.concatenate([shared.towards_origin(), _towards_origin(centred, shared.centre)])
         return Cloud(
             shared=shared,
             private=private,
@@ -299,15 +359,14 @@ class Cloud:
         num_rows = len(rows)
         usable = is_sound(rows) if present is None else is_sound(rows) & present
         shared = SharedRows.around(
-            rows,
+            kernels.Rows(rows, jnp.arange(num_rows), rows[:0]),
             usable,
             first=jnp.argmax(usable),
             majority=majority,
-            candidates=num_rows,
             num_common=num_rows,
         )
         # Every point is a shared row, in order. `of` would give the same, but its gathers take long to compile.
-        origin = jnp.where(usable, _towards_origin(shared.centred, shared), 0)
+        origin = jnp.where(usable, shared.towards_origin(), 0)
         return Cloud(
             shared=shared,
             private=None,
@@ -373,7 +432,7 @@ class Cloud:
     def combine(self, coefficients: Array) -> Array:
         """Return Σ_j u_j x_j [d] for affine coefficients u [n + 1]."""
         alone = self.private is None and self.mixing is None
-        stored = coefficients[None] if alone else self._of_stored(coefficients[None])
+        stored = coefficients[None] if alone else self.of_stored(coefficients[None])
         if self.private is not None:
             num_shared, centre = len(self.shared.raw), self.shared.centre
             total = dot(stored[:, :num_shared], self.shared.centred)
@@ -385,7 +444,7 @@ class Cloud:
         centre = jnp.where(self.shared.usable[index], raw[index], 0)
         return _around(centre, stored, _sum_around(centre, stored[0, :-1], raw))[0]
 
-    def _of_stored(self, coefficients: Array) -> Array:
+    def of_stored(self, coefficients: Array) -> Array:
         """Return coefficients [m, n + 1] of points as coefficients [m, c + p + 1] of stored rows."""
         if self.mixing is not None:
             return dot(coefficients, self.mixing)
@@ -411,7 +470,7 @@ class Cloud:
         gram = dot(dot(around, self.gram), around.T)
         return replace(
             self,
-            mixing=self._of_stored(matrix),
+            mixing=self.of_stored(matrix),
             usable=usable,
             inner=gram[:-1, :-1],
             towards_origin=gram[-1],
@@ -457,9 +516,9 @@ class Cloud:
         return self.shared.ascending, ascending_rows(points, self.usable[self.sender[common:num_points]])
 
 
-def _towards_origin(centred: Array, shared: SharedRows) -> Array:
+def _towards_origin(centred: Array, centre: Array) -> Array:
     """Return the inner products of the origin with these rows, all of them around the centre."""
-    return dot(centred, -shared.centre)
+    return dot(centred, -centre)
 
 
 def _sum_around(centre: Array, weights: Array, rows: Array) -> Array:
@@ -476,5 +535,9 @@ def _around(centre: Array, stored: Array, total: Array) -> Array:
     The origin's share is subtracted from the centre beforehand. If it were subtracted from the result, rounding errors
     would spoil a result that is much shorter than the centre.
     """
-    share = jnp.where(stored[:, -1] == 0, 1, jnp.sum(stored[:, :-1], axis=1))
-    return total + share[:, None] * centre
+    return total + _share(stored)[:, None] * centre
+
+
+def _share(stored: Array) -> Array:
+    """Return the sums [m] of the coefficients [m, c + p + 1] without the origin's: exactly 1 if it has none."""
+    return jnp.where(stored[:, -1] == 0, 1, jnp.sum(stored[:, :-1], axis=1))

@@ -118,19 +118,29 @@ def apply_at_receiver(
         key: Random key, for randomised rules.
         with_weights: Whether to return the weight of each sender, for a rule that has weights.
     """
-    weights = None
+    weights, (num_usable, defined) = None, _usable(rule, cloud, num_byzantine)
     if with_weights:
-        coefficients = rule.coefficients(cloud, num_byzantine, key)
+        coefficients = coefficients_at_receiver(rule, cloud, num_byzantine=num_byzantine, key=key)
         result, weights = cloud.combine(coefficients), coefficients[:-1]
     else:
-        result = rule.combine(cloud, num_byzantine, key)
+        result = jnp.where(defined, rule.combine(cloud, num_byzantine, key), jnp.nan)
+    return Applied(result, weights, num_usable, defined)
+
+
+def coefficients_at_receiver(rule: Rule, cloud: Cloud, *, num_byzantine: int, key: Array | None) -> Array:
+    """Return the coefficients [n + 1] of the points in the result of a rule that has them; NaN where undefined."""
+    _, defined = _usable(rule, cloud, num_byzantine)
+    return jnp.where(defined, rule.coefficients(cloud, num_byzantine, key), jnp.nan)
+
+
+def _usable(rule: Rule, cloud: Cloud, num_byzantine: int) -> tuple[Array, Array]:
+    """Return the number of usable points, and whether the rule is defined on them."""
     num_usable = jnp.sum(cloud.usable)
     defined = num_usable >= cloud.num_points - num_byzantine
     if rule.needs_own:
         assert cloud.own is not None
         defined &= cloud.usable[cloud.own]
-    result, weights = jax.tree.map(lambda leaf: jnp.where(defined, leaf, jnp.nan), (result, weights))
-    return Applied(result, weights, num_usable, defined)
+    return num_usable, defined
 
 
 def apply_rule(

@@ -1,0 +1,155 @@
+"""Products of a few very long rows as GPU kernels, which read every number once.
+
+A library's matrix product wants its rows in one array, centred beforehand: four times the memory traffic at ten million
+coordinates. Here, rows are taken from where they are and centred on the way. There are two of these products: of the
+rows with each other, and of coefficients with the rows.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+# A matrix product in a kernel needs at least 16 rows; more than 32 of them take too many registers.
+FEWEST, MOST = 16, 32
+# Where rows are shorter, the time is that of starting kernels, and ordinary products compile faster.
+SHORTEST = 2**18
+# The columns that a program takes at once, its warps and, where programs sum up, how many of them there are: the
+# fastest on an H200.
+SUMMED_COLUMNS, SUMMED_WARPS, NUM_SUMS = 64, 1, 4096
+COLUMNS, WARPS = 256, 4
+
+
+class Rows(NamedTuple):
+    """Rows in two arrays: row i is vectors[order[i]] and, after these, a row of `more`."""
+
+    vectors: Array  # [K, d]
+    order: Array  # [c − b]
+    more: Array  # [b, d]
+
+    @property
+    def number(self) -> int:
+        return len(self.order) + len(self.more)
+
+    @property
+    def joined(self) -> Array:
+        """The rows as one array [c, d]."""
+        first = self.vectors[self.order]
+        return jnp.concatenate([first, self.more]) if len(self.more) else first
+
+    def row(self, index: Array) -> Array:
+        """One of the rows [d]."""
+        num_first = len(self.order)
+        row = self.vectors[self.order[jnp.minimum(index, num_first - 1)]]
+        return jnp.where(index < num_first, row, self.more[index - num_first]) if len(self.more) else row
+
+    @property
+    def fit_kernels(self) -> bool:
+        """Whether the products below can be used, on a GPU that holds all coordinates. Places are 32-bit numbers."""
+        num_vectors, dimension = self.vectors.shape
+        is_small = max(num_vectors, self.number) * dimension < 2**31
+        return self.number <= MOST and dimension >= SHORTEST and is_small and self.vectors.dtype == jnp.float32
+
+
+def _padded(number: int) -> int:
+    return max(FEWEST, 1 << (number - 1).bit_length())
+
+
+def _tile(rows: Rows, dimension: int, order: Any, vectors: Any, more: Any, centre: Any, columns: Array) -> Any:
+    """These columns of all rows minus the centre, and of the centre; 0 where a row has no finite number.
+
+    All but `rows`, which gives the shapes, are what the kernel reads.
+    """
+    from jax.experimental.pallas import triton
+
+    num_first, places, inside = len(rows.order), jnp.arange(_padded(rows.number)), columns < dimension
+    is_first, is_more = places < num_first, (places >= num_first) & (places < rows.number)
+    tile = triton.load(
+        vectors.at[order[...][:, None], columns[None, :]], mask=is_first[:, None] & inside[None, :], other=0.0
+    )
+    if len(rows.more):
+        after = triton.load(
+            more.at[(places - num_first)[:, None], columns[None, :]],
+            mask=is_more[:, None] & inside[None, :],
+            other=0.0,
+        )
+        tile = jnp.where(is_first[:, None], tile, after)
+    around = triton.load(centre.at[columns], mask=inside, other=0.0)
+    holds = (is_first | is_more)[:, None] & (jnp.abs(tile) < jnp.inf)
+    return jnp.where(holds, tile - around[None, :], 0.0), around
+
+
+def _read(rows: Rows) -> tuple[Array, ...]:
+    """What `_tile` reads of the rows. An empty array cannot be read, so it is replaced."""
+    order = jnp.pad(rows.order.astype(jnp.int32), (0, _padded(rows.number) - len(rows.order)))
+    return order, rows.vectors, rows.more if len(rows.more) else rows.vectors[:1]
+
+
+def _whole(*arrays: Any) -> list[Any]:
+    from jax.experimental import pallas as pl
+
+    return [pl.BlockSpec(array.shape, lambda *_, array=array: (0,) * array.ndim) for array in arrays]
+
+
+def inner_products(rows: Rows, centre: Array, *, interpret: bool = False) -> Array:
+    """Return the inner products [c, c] of the rows minus the centre; what is not finite counts as 0."""
+    from jax.experimental import pallas as pl  # slow to import, and only GPUs need it
+    from jax.experimental.pallas import triton
+
+    size, dimension = _padded(rows.number), rows.vectors.shape[1]
+    num_sums = min(NUM_SUMS, -(-dimension // SUMMED_COLUMNS))
+    # Tensor cores, with three products for each: about as exact as float32, and four times faster.
+    precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+
+    def kernel(order: Any, vectors: Any, more: Any, centre: Any, sums: Any) -> None:
+        number = pl.program_id(0)
+
+        def add(turn: Array, total: Array) -> Array:
+            columns = (turn * num_sums + number) * SUMMED_COLUMNS + jnp.arange(SUMMED_COLUMNS)
+            tile, _ = _tile(rows, dimension, order, vectors, more, centre, columns)
+            return total + lax.dot_general(tile, tile, (((1,), (1,)), ((), ())), precision=precision)
+
+        turns = -(-dimension // (num_sums * SUMMED_COLUMNS))
+        sums[...] = lax.fori_loop(0, turns, add, jnp.zeros((size, size), jnp.float32))
+
+    sums = pl.pallas_call(
+        kernel,
+        grid=(num_sums,),
+        in_specs=_whole(*_read(rows), centre),
+        out_specs=pl.BlockSpec((None, size, size), lambda i: (i, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((num_sums, size, size), jnp.float32),
+        compiler_params=triton.CompilerParams(num_warps=SUMMED_WARPS, num_stages=2),
+        interpret=interpret,
+    )(*_read(rows), centre)
+    return jnp.sum(sums, axis=0)[: rows.number, : rows.number]
+
+
+def combinations(coefficients: Array, share: Array, rows: Rows, centre: Array, *, interpret: bool = False) -> Array:
+    """Return Σ_i coefficients[·, i] (x_i − centre) + share × centre, [m, d], for coefficients [m, c] and shares [m]."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    number, dimension = len(coefficients), rows.vectors.shape[1]
+    size = _padded(number)
+    coefficients = jnp.pad(coefficients, ((0, size - number), (0, _padded(rows.number) - rows.number)))
+    given = coefficients, jnp.pad(share, (0, size - number)), *_read(rows), centre
+
+    def kernel(coefficients: Any, share: Any, order: Any, vectors: Any, more: Any, centre: Any, results: Any) -> None:
+        columns, places = pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS), jnp.arange(size)
+        tile, around = _tile(rows, dimension, order, vectors, more, centre, columns)
+        found = jnp.dot(coefficients[...], tile, precision=lax.Precision.HIGHEST)
+        found += share[...][:, None] * around[None, :]
+        mask = (places < number)[:, None] & (columns < dimension)[None, :]
+        triton.store(results.at[places[:, None], columns[None, :]], found, mask=mask)
+
+    results = jax.ShapeDtypeStruct((number, dimension), jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        grid=(-(-dimension // COLUMNS),),
+        in_specs=_whole(*given),
+        out_specs=_whole(results)[0],
+        out_shape=results,
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+    )(*given)

@@ -1,0 +1,88 @@
+"""The GPU kernels for long rows, interpreted: against naive twins, and inside whole rounds of messages."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from byzpg._registry import parse
+from byzpg.robust import AvgZero, exchange, geometry, kernels
+from byzpg.robust.kernels import COLUMNS, FEWEST, SUMMED_COLUMNS, Rows
+
+LENGTHS = [1, SUMMED_COLUMNS, 3 * COLUMNS + 5]
+
+
+def rows_of(num_first: int, num_more: int, dimension: int) -> tuple[Rows, np.ndarray]:
+    """Rows in two arrays, some numbers of which are not finite, and the same as one array."""
+    random = np.random.default_rng(0)
+    vectors, more = random.normal(2, 1, (num_first + 2, dimension)), random.normal(2, 1, (num_more, dimension))
+    order = random.permutation(num_first + 2)[:num_first]
+    vectors[order[0], 0], more[:1, -1] = np.nan, np.inf
+    rows = Rows(jnp.asarray(vectors, jnp.float32), jnp.asarray(order), jnp.asarray(more, jnp.float32))
+    return rows, np.concatenate([vectors[order], more])
+
+
+@pytest.mark.parametrize("dimension", LENGTHS)
+@pytest.mark.parametrize(("num_first", "num_more"), [(1, 0), (10, 3), (FEWEST, 0), (FEWEST, 1), (26, 6)])
+def test_products_of_long_rows_are_those_of_their_naive_twins(num_first: int, num_more: int, dimension: int) -> None:
+    rows, raw = rows_of(num_first, num_more, dimension)
+    centre = jnp.linspace(1, 3, dimension)
+    centred = np.where(np.isfinite(raw), raw - np.asarray(centre), 0)
+    found = kernels.inner_products(rows, centre, interpret=True)
+    np.testing.assert_allclose(found, centred @ centred.T, rtol=1e-4, atol=1e-3)
+    for number in (1, 13, FEWEST + 1):
+        random = np.random.default_rng(number)
+        coefficients, share = random.normal(size=(number, len(raw))), random.normal(size=number)
+        given = jnp.asarray(coefficients, jnp.float32), jnp.asarray(share, jnp.float32)
+        found = kernels.combinations(*given, rows, centre, interpret=True)
+        expected = coefficients @ centred + share[:, None] * np.asarray(centre)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(rows.joined, raw.astype(np.float32))
+    for index in range(len(raw)):
+        np.testing.assert_array_equal(rows.row(jnp.asarray(index)), raw[index].astype(np.float32))
+
+
+def test_long_rows_that_fit() -> None:
+    def fits(num_rows: int, dimension: int, dtype: Any = jnp.float32) -> bool:
+        vectors = jax.ShapeDtypeStruct((num_rows, dimension), dtype)
+        return Rows(vectors, np.arange(num_rows), np.zeros((0, dimension))).fit_kernels  # pyright: ignore
+
+    assert fits(13, kernels.SHORTEST)
+    assert not fits(13, kernels.SHORTEST - 1)
+    assert not fits(kernels.MOST + 1, kernels.SHORTEST)
+    assert fits(16, 2**27 - 1)
+    assert not fits(16, 2**27)
+    assert not fits(13, kernels.SHORTEST, jnp.float16)
+
+
+@pytest.mark.parametrize("name", ["Mean", "RFA", "CenteredClipping", "NNM(TrimmedMean)", "MDA"])
+def test_a_round_of_messages_is_the_same_with_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule: Any = parse("agreement" if name == "MDA" else "aggregator", name)
+    vectors = 1e-3 * jax.random.normal(jax.random.key(0), (13, COLUMNS + 1)) + 5
+    vectors = vectors.at[11, 7].set(jnp.nan)  # of an attacker, whose own result a rule may need it for
+    options: dict[str, Any] = {"byzantine": [10, 11, 12], "attack": AvgZero(), "num_byzantine": 3, "diagnose": True}
+    plain, measured = exchange.exchange(rule, vectors, **options)
+
+    calls = []
+
+    def on_gpu(*arguments: Any, cuda: Any, default: Any) -> Any:
+        calls.append(cuda is not default)
+        return cuda(*arguments)
+
+    interpreted = partial(kernels.inner_products, interpret=True)
+    monkeypatch.setattr(kernels, "SHORTEST", 1)
+    monkeypatch.setattr(kernels, "inner_products", interpreted)
+    monkeypatch.setattr(exchange, "inner_products", interpreted)
+    monkeypatch.setattr(kernels, "combinations", partial(kernels.combinations, interpret=True))
+    monkeypatch.setattr(geometry, "by_platform", on_gpu)
+    monkeypatch.setattr(exchange, "by_platform", on_gpu)
+    exchange._exchange.clear_cache()  # or the program above would run again
+    found, also_measured = exchange.exchange(rule, vectors, **options)
+    exchange._exchange.clear_cache()
+    assert all(calls)
+    assert len(calls) >= 3
+    np.testing.assert_allclose(found, plain, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-6), also_measured, measured)
