@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from byzpg.envs.box2d import SLOP, Contact, Edge, Pair, Pose, Shape, Velocity, cross, minus, plus, rotated, times
-from byzpg.envs.loops import choose, computed_once
+from byzpg.envs.loops import choose, computed_once, quotients
 
 # From gymnasium.envs.box2d.lunar_lander, with lengths in metres (pixels / 30).
 TIME_STEP = 1 / 50
@@ -190,12 +190,15 @@ def solve_hinge_velocity(
     holds = hinge.side * (hinge.limit * of_all - limit) > 0
     x_free, y_free = x - hinge.limit * constraint.coupling[0], y - hinge.limit * constraint.coupling[1]
     xx_free, xy_free, yy_free = constraint.point_minors
-    divisor = -jnp.where(holds, of_all, of_point)
-    impulse = (
-        jnp.where(holds, xx * x + xy * y + xz * z, xx_free * x_free + xy_free * y_free) / divisor,
-        jnp.where(holds, xy * x + yy * y + yz * z, xy_free * x_free + yy_free * y_free) / divisor,
+    along_x, along_y, twist = quotients(
+        (
+            jnp.where(holds, xx * x + xy * y + xz * z, xx_free * x_free + xy_free * y_free),
+            jnp.where(holds, xy * x + yy * y + yz * z, xy_free * x_free + yy_free * y_free),
+            jnp.where(holds, limit, hinge.limit * of_point),
+        ),
+        -jnp.where(holds, of_all, of_point),
     )
-    twist = jnp.where(holds, limit, hinge.limit * of_point) / divisor
+    impulse = along_x, along_y
     hull, leg = apply_hinge_impulse(
         constraint, Velocity(hull.linear, hull_spin), Velocity(leg.linear, leg_spin), impulse, twist
     )
