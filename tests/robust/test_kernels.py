@@ -79,9 +79,10 @@ def test_a_round_of_messages_is_the_same_with_kernels(name: str, monkeypatch: py
     monkeypatch.setattr(kernels, "combinations", partial(kernels.combinations, interpret=True))
     monkeypatch.setattr(geometry, "by_platform", on_gpu)
     monkeypatch.setattr(exchange, "by_platform", on_gpu)
-    exchange._exchange.clear_cache()  # or the program above would run again
+    compiled: Any = exchange._exchange
+    compiled.clear_cache()  # or the program above would run again
     found, also_measured = exchange.exchange(rule, vectors, **options)
-    exchange._exchange.clear_cache()
+    compiled.clear_cache()
     assert all(calls)
     assert len(calls) >= 3
     np.testing.assert_allclose(found, plain, rtol=1e-6)
