@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from byzpg.robust.components import zeros_for
+
 Result = TypeVar("Result")
 BLOCK = 32  # elements per block: one warp
 
@@ -58,9 +60,7 @@ class Apart:
         """The result of function(0), which reads. It must use its argument, or its loads would leave the loop."""
         if self.ones is None:
             return function(jnp.int32(0))
-        shapes = jax.eval_shape(function, jnp.int32(0))
-        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return self.repeat(1, lambda i, _: function(i), blank)
+        return self.repeat(1, lambda i, _: function(i), zeros_for(function, jnp.int32(0)))
 
     def write(self, function: Callable[[Array, Any], None], values: Any) -> None:
         """Call function(0, values), which writes the values."""

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from byzpg.robust.components import zeros_for
+
 Result = TypeVar("Result")
 
 
@@ -191,8 +193,7 @@ def _map_in_kernel(function: Callable[[Any], Any], items: Sequence[Any]) -> tupl
         return tuple(choose(i == j, new, old) for j, old in enumerate(results))
 
     function = jax.jit(function)  # so that it is traced only once
-    blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, items[0]))
-    return lax.fori_loop(0, len(items), turn, (blank,) * len(items))
+    return lax.fori_loop(0, len(items), turn, (zeros_for(function, items[0]),) * len(items))
 
 
 def _one_by_one(function: Callable[..., Result], mask: Array, arguments: tuple[Any, ...], otherwise: Result) -> Result:

@@ -40,8 +40,8 @@ MOST_BYTES_ON_EACH = 2**23
 QUICK_COMPILATION: dict[str, int | bool] = {"xla_backend_optimization_level": 1, "xla_gpu_enable_triton_gemm": False}
 if version("jaxlib").startswith("0.10."):  # only where it was measured: an option that XLA does not know is an error
     QUICK_COMPILATION["xla_cpu_use_fusion_emitters"] = False
-GIVEN = os.environ.get("XLA_FLAGS", "")
-QUICK_COMPILATION = {option: value for option, value in QUICK_COMPILATION.items() if option not in GIVEN}
+_GIVEN = os.environ.get("XLA_FLAGS", "")
+QUICK_COMPILATION = {option: value for option, value in QUICK_COMPILATION.items() if option not in _GIVEN}
 
 # The most that compiled programs may take on the disk; the ones used least recently make way for new ones.
 MOST_KEPT_BYTES = 2**30

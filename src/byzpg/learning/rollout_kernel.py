@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from byzpg.envs import Environment
-from byzpg.envs.kernels import Apart
+from byzpg.envs.kernels import BLOCK, Apart
 from byzpg.envs.loops import any_true
 from byzpg.envs.spaces import Discrete
 from byzpg.learning.policies import ACTIVATIONS, Numbers, Policy, Weights
 from byzpg.robust.attacks import Attack
 
-# Episodes per block: a matrix product in a kernel needs at least 16 rows.
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 32
+# Episodes per block, up to one warp: a matrix product in a kernel needs at least 16 rows.
+SMALLEST_BLOCK = 16
 LARGEST_HIDDEN = 64  # the matrix of a wider layer takes too many registers
 
 
@@ -138,7 +138,7 @@ class _Blocks:
 
     @property
     def size(self) -> int:
-        return min(max(_next_power_of_2(self.num_episodes), SMALLEST_BLOCK), LARGEST_BLOCK)
+        return min(max(_next_power_of_2(self.num_episodes), SMALLEST_BLOCK), BLOCK)
 
     @property
     def number(self) -> int:

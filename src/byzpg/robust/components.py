@@ -183,3 +183,8 @@ def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[
     if jax.default_backend() == "cpu":
         return default(*arguments)
     return lax.platform_dependent(*arguments, cuda=cuda, default=default)
+
+
+def zeros_for(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Zeros in the shapes of function(*arguments), which is not computed: what a loop starts from."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, *arguments))

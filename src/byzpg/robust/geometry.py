@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from byzpg.robust import kernels
-from byzpg.robust.components import Vectors, by_platform
+from byzpg.robust.components import Vectors, by_platform, zeros_for
 from byzpg.robust.order_statistics import kth_smallest, sort
 
 # A longer row cannot be squared and summed safely in float32, so it is treated like one that is not finite.
@@ -328,7 +328,7 @@ class Cloud:
         centred = _centred(private, shared.centre)
         usable = jnp.concatenate([shared.usable, private_usable])
         if often_unusable:
-            none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(products, centred))
+            none = zeros_for(products, centred)
             cross, inner = computed_if(jnp.any(private_usable), products, (centred,), otherwise=none)
         else:
             cross, inner = products(centred)
