@@ -318,3 +318,17 @@ def test_rotating_set():
     np.testing.assert_array_equal(RotatingSet(period=5)(K, 3, 17, key), drawn[17])
     with pytest.raises(ValueError, match="period must be a positive whole number"):
         RotatingSet(period=0)
+
+
+@table
+def test_the_first_argument_of_an_attack_is_its_main_option(row: Row) -> None:
+    # `IPM(0.7)` must not choose which messages are false.
+    options = list(inspect.signature(type(row.attack)).parameters.values())
+    by_position = [option.name for option in options if option.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert "target" not in by_position
+    assert len(by_position) >= len(options) - 1
+
+
+def test_an_attack_takes_its_main_option_by_position() -> None:
+    assert attacks.IPM(0.7) == attacks.IPM(epsilon=0.7)
+    assert attacks.MinMax("std", target="both") == attacks.MinMax(direction="std", target="both")

@@ -178,7 +178,7 @@ class MessageAttack(Attack):
         target: Which messages are false: "gradients", "parameters" or "both".
     """
 
-    target: Target = "gradients"
+    target: Target = field(default="gradients", kw_only=True)
 
     def __post_init__(self) -> None:
         check_choice(self, "target", self.target, ("gradients", "parameters", "both"))
@@ -580,7 +580,7 @@ class NonFinite(MessageAttack):
         [nan  9.]
     """
 
-    target: Target = "both"
+    target: Target = field(default="both", kw_only=True)
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         truth = knowledge.truth()
@@ -599,7 +599,7 @@ class Silent(MessageAttack):
         [nan nan]
     """
 
-    target: Target = "both"
+    target: Target = field(default="both", kw_only=True)
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         return jnp.full_like(knowledge.truth(), jnp.nan)
@@ -629,7 +629,7 @@ class LargeNoise(MessageAttack):
 
     numbers: ClassVar[tuple[str, ...]] = ("scale",)
     needs_key: ClassVar[bool] = True
-    target: Target = "both"
+    target: Target = field(default="both", kw_only=True)
     scale: float = 1000.0
 
     def __post_init__(self) -> None:
@@ -662,7 +662,7 @@ class Equivocate(MessageAttack):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("scale",)
-    target: Target = "both"
+    target: Target = field(default="both", kw_only=True)
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -692,7 +692,7 @@ class Dissensus(MessageAttack):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("scale",)
-    target: Target = "parameters"
+    target: Target = field(default="parameters", kw_only=True)
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -728,7 +728,7 @@ class MDAFooling(MessageAttack):
          [1. 1.]]
     """
 
-    target: Target = "both"
+    target: Target = field(default="both", kw_only=True)
     node_limit: int = 1_000_000
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
