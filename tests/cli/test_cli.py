@@ -520,12 +520,16 @@ BAD: dict[str, list[str]] = {
 }
 # Each line in a process of its own, but Python and its modules are loaded once.
 RUNNER = """
-import json, os, sys
+import gc, json, os, sys
 import gymnasium  # this and the next are what some lines need
 import byzpg.experiments.report
 from byzpg.cli import main
+from byzpg.cli.parsing import parse_command
+sys.argv, lines = ["byzpg", "train"], json.loads(sys.argv[1])
+parse_command()  # what it finds out about the commands, no process has to find out again
+gc.freeze()
 outcomes = []
-for line in json.loads(sys.argv[1]):
+for line in lines:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
