@@ -183,7 +183,7 @@ if __name__ == "__main__":
     import byzpg.live.member
     import byzpg.live.monitor
     import byzpg.play
-    import byzpg.training  # noqa: F401  # all that commands import when they need it
+    import byzpg.training  # all that commands import when they need it
     from byzpg.cli.console import console, errors
 
     link = socket.socket(fileno=int(sys.argv[1]))
