@@ -193,7 +193,6 @@ if __name__ == "__main__":
     byzpg.cli.parsing.parse_command()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
     if (asked := serve(link)) is not None:
         become(asked)
