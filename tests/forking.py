@@ -5,6 +5,7 @@ What it starts has the same hash seed, and has byzpg's modules loaded; where tha
 """
 
 import ctypes
+import gc
 import json
 import os
 import selectors
@@ -182,8 +183,16 @@ if __name__ == "__main__":
     import byzpg.live.member
     import byzpg.live.monitor
     import byzpg.play
-    import byzpg.training  # noqa: F401  # all that commands import when they need it
+    import byzpg.training  # all that commands import when they need it
     from byzpg.cli.console import console, errors
 
-    if (asked := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
+    link = socket.socket(fileno=int(sys.argv[1]))
+    # What the parser finds out about the commands, and what is loaded by now, serves all processes: none has to find it
+    # out again, and no garbage collector looks through it, which would copy its pages.
+    sys.argv = ["byzpg", "train"]
+    byzpg.cli.parsing.parse_command()
+    gc.collect()
+    gc.freeze()
+
+    if (asked := serve(link)) is not None:
         become(asked)

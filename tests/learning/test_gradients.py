@@ -467,6 +467,7 @@ BIASED = {
 BATCHES = (2, 4, 8, 16, 32)
 SMALL_BATCH = 4
 NUM_AGENTS, NUM_SAMPLES = 3125, 4  # together 100,000 small batches
+NUM_GROUPS = 5000  # of a sample's small batches: gradients come one agent after the other, but of all groups at once
 
 
 @jax.jit
@@ -483,10 +484,12 @@ def sample(seed: int) -> Any:
 
 
 def in_small_batches(episodes: Any) -> Any:
-    """The same episodes as small batches of more agents: all agents have the same policy."""
-    return jax.tree.map(
-        lambda values: values.reshape(-1, SMALL_BATCH, *values.shape[2:]) if values.ndim else values, episodes
-    )
+    """The same episodes as small batches of groups of more agents: all agents have the same policy."""
+
+    def divided(values: np.ndarray) -> np.ndarray:
+        return values.reshape(NUM_GROUPS, -1, SMALL_BATCH, *values.shape[2:]) if values.ndim else values
+
+    return jax.tree.map(divided, episodes)
 
 
 @dataclass(frozen=True)
@@ -506,7 +509,13 @@ class Chosen:
 # Other tests compile without optimization. This function runs longer than it compiles, so it is optimized.
 @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 def estimate_all(episodes: Episodes) -> dict[str, Array]:
-    """The estimates [agent, d] of ∇J(θ_t), or with weights of ∇J(θ_{t−1}), from episodes played at θ_t."""
+    """The estimates [agent, d] of ∇J(θ_t), or with weights of ∇J(θ_{t−1}), from groups of episodes played at θ_t."""
+    axes = jax.tree.map(lambda values: 0 if values.ndim else None, episodes)
+    of_groups = jax.vmap(estimates_of_a_group, (axes,))(episodes)
+    return {name: found.reshape(-1, POLICY.dimension) for name, found in of_groups.items()}
+
+
+def estimates_of_a_group(episodes: Episodes) -> dict[str, Array]:
     clock, num_agents = Clock(HORIZON), len(episodes.lengths)
     parameters, previous = (jnp.tile(theta, (num_agents, 1)) for theta in (PARAMETERS, PREVIOUS))
     nothing = jnp.zeros_like(parameters)

@@ -40,6 +40,7 @@ from byzpg.live.wire import prove
 # With tiny steps the policy stays bad. Otherwise all returns would soon be alike and all gradients 0, and a member that
 # equivocates would send the same to all.
 TINY: dict[str, Any] = {"horizon": 50, "large_batch": 4, "hidden": (8,), "rounds": 1, "seed": 1, "step_size": 1e-6}
+TRAJECTORIES = 60_000  # at a rest of 0.1 s per iteration, more than 25 minutes; every start plans all of them
 TIMES = Times(grace=0.4, start_grace=300.0, retry=0.1)
 SLOTS = {"outbox.bin": 6, "checkpoints.bin": 2, "mark.bin": 2}  # with one round of agreement
 MOST_FILES = 1024
@@ -58,7 +59,7 @@ def metrics_port() -> int:
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[Federation]:
-    with on_loopback(tmp_path_factory.mktemp("hardening"), TIMES, trajectories=400_000, **TINY) as made:
+    with on_loopback(tmp_path_factory.mktemp("hardening"), TIMES, trajectories=TRAJECTORIES, **TINY) as made:
         made.start_all(bob=(LIMITED, "--metrics-port", str(metrics_port)), erin=(WITHHOLDING,))
         yield made
 

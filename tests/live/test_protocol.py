@@ -246,37 +246,38 @@ class Forgives(Protocol):
         return False
 
 
+# The promise that each breaks, and the first seed that shows it, so that no time goes to seeds that do not.
 PLANTED = {
-    SmallQuorum: "messages",
-    WithoutOwn: "without its own",
+    SmallQuorum: ("messages", 0),
+    WithoutOwn: ("without its own", 5),
     # What a member has signed twice may also be noticed by itself, and then it stays silent.
-    SendsFirst: "equivocates|never finish",
-    ForgetsItsLog: "equivocates|never finish",
-    IgnoresTheMark: "equivocates|never finish",
-    TrustsAnOldMark: "equivocates",
-    SignsAtOnce: "equivocates",
-    NeedsManyStates: "never finish",
-    MeetsNobody: "never finish",
-    Forgives: "has proven",
-    TakesTheSecond: "did not count the first",
-    CountsBoth: "messages",
-    AdoptsFromFew: "adopts",
-    AsksOnce: "never finish",
-    AsksTheMissing: "never finish",
-    KeepsNoState: "never finish",
-    ForgetsTooEarly: "never finish",
-    WaitsForTheGone: "never finish",
-    BelievesReceipts: "evidence of nothing",
-    IgnoresReceipts: "did not accuse",
-    Hoards: "receipts",
+    SendsFirst: ("equivocates|never finish", 163),
+    ForgetsItsLog: ("equivocates|never finish", 6),
+    IgnoresTheMark: ("equivocates|never finish", 287),
+    TrustsAnOldMark: ("equivocates", 98),
+    SignsAtOnce: ("equivocates", 286),
+    NeedsManyStates: ("never finish", 24),
+    MeetsNobody: ("never finish", 1),
+    Forgives: ("has proven", 38),
+    TakesTheSecond: ("did not count the first", 7),
+    CountsBoth: ("messages", 0),
+    AdoptsFromFew: ("adopts", 0),
+    AsksOnce: ("never finish", 0),
+    AsksTheMissing: ("never finish", 23),
+    KeepsNoState: ("never finish", 24),
+    ForgetsTooEarly: ("never finish", 0),
+    WaitsForTheGone: ("never finish", 0),
+    BelievesReceipts: ("evidence of nothing", 37),
+    IgnoresReceipts: ("did not accuse", 7),
+    Hoards: ("receipts", 0),
 }
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda each: each.__name__)
 def test_a_planted_bug_is_found(planted: type[Protocol]) -> None:
-    seeds = range(200 if planted is SignsAtOnce else 0, 600)  # it is the rarest: seed 286 is the first to show it
-    found = next((words for seed in seeds if (words := violation(seed, planted))), "nothing")
-    assert re.search(PLANTED[planted], found)
+    promise, first = PLANTED[planted]
+    found = next((words for seed in range(first, 600) if (words := violation(seed, planted))), "nothing")
+    assert re.search(promise, found)
     assert "python tests/live_world.py" in found
 
 
