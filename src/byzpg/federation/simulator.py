@@ -25,6 +25,7 @@ from byzpg.federation.devices import BY_SEED, EVERYWHERE, QUICK_COMPILATION, ByA
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
 from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
 from byzpg.learning.rollouts import Episodes, PlayAttacks
+from byzpg.robust.attacks import ByzantineSet
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all, joined
 from byzpg.robust.rules import clear_search_errors
@@ -423,28 +424,42 @@ class Draws:
         return self.is_honest if num_players > 1 else jnp.ones_like(self.is_honest[:, :1])
 
 
-def _draws(table: _Table, iteration: Array, keys: Keys) -> Draws:
-    num_agents = table.code.num_agents
+def _draws(tables: tuple[_Table, ...], iteration: Array, keys: Keys) -> list[Draws]:
+    """The draws of each table. What tables have in common is drawn once."""
 
-    def attackers_of(kind: _Kind) -> Array:
-        draw = partial(kind.code.byzantine_set, num_agents, kind.code.num_attackers, iteration)
-        return jnp.repeat(jax.vmap(draw)(keys.attackers), len(kind.members), axis=0)
+    def streams_of(table: _Table) -> list[int]:
+        num_agents, num_rounds = table.code.num_agents, 1 + max(kind.code.rounds for kind in table.kinds)
+        rounds = (round_stream(num_agents, number) for number in range(num_rounds))
+        return [*map(play_stream, range(num_agents)), *rounds]
 
-    attackers = [attackers_of(kind) for kind in table.kinds]
-    is_honest = jax.vmap(lambda each: jnp.ones(num_agents, bool).at[each].set(False))
-    play = [play_stream(agent) for agent in range(num_agents)]
-    rounds = [round_stream(num_agents, number) for number in range(1 + max(kind.code.rounds for kind in table.kinds))]
-    streams = jnp.asarray([*play, *rounds])
-    fresh = jax.vmap(lambda key: jax.vmap(partial(stream_key, key, iteration))(streams))(keys.iterations)
-    fresh = table.of_seeds(fresh)  # [row, stream]
-    play_keys, round_keys = fresh[:, :num_agents], fresh[:, num_agents:]
-    return Draws(
-        tuple(attackers),
-        jnp.concatenate([is_honest(each) for each in attackers]),
-        play_keys,
-        gradient_keys=round_keys[:, 0],
-        agreement_keys=round_keys[:, 1:],
-    )
+    streams = sorted({stream for table in tables for stream in streams_of(table)})
+    fresh = jax.vmap(lambda key: jax.vmap(partial(stream_key, key, iteration))(jnp.asarray(streams)))(keys.iterations)
+
+    @cache
+    def attackers_of(draw: ByzantineSet, num_agents: int, num_attackers: int) -> tuple[Array, Array]:
+        """The attackers of each seed [seed, b], and who is honest [seed, agent]."""
+        attackers = jax.vmap(partial(draw, num_agents, num_attackers, iteration))(keys.attackers)
+        return attackers, jax.vmap(lambda each: jnp.ones(num_agents, bool).at[each].set(False))(attackers)
+
+    def of(table: _Table) -> Draws:
+        num_agents = table.code.num_agents
+        sets = [attackers_of(kind.code.byzantine_set, num_agents, kind.code.num_attackers) for kind in table.kinds]
+        repeated = [
+            jax.tree.map(partial(jnp.repeat, repeats=len(kind.members), axis=0), each)
+            for kind, each in zip(table.kinds, sets, strict=True)
+        ]
+        places = np.searchsorted(streams, streams_of(table))
+        theirs = table.of_seeds(fresh[:, places])  # [row, stream]
+        play_keys, round_keys = theirs[:, :num_agents], theirs[:, num_agents:]
+        return Draws(
+            tuple(attackers for attackers, _ in repeated),
+            jnp.concatenate([is_honest for _, is_honest in repeated]),
+            play_keys,
+            gradient_keys=round_keys[:, 0],
+            agreement_keys=round_keys[:, 1:],
+        )
+
+    return list(map(of, tables))
 
 
 @jax.tree_util.register_dataclass
@@ -467,8 +482,8 @@ def _players(table: _Table, state: SimulationState, draws: Draws, large: bool) -
 
 @partial(jax.jit, static_argnames=("codes", "large"))
 def _players_now(states: States, keys: Keys, codes: Federations, large: bool) -> Players:
-    (table,) = _tables(codes)
-    return _players(table, states[0], _draws(table, states[0].iteration, keys), large)
+    (table,) = tables = _tables(codes)
+    return _players(table, states[0], _draws(tables, states[0].iteration, keys)[0], large)
 
 
 def _attacks_on_play(tables: tuple[_Table, ...], players: list[Players], num_seeds: int) -> PlayAttacks:
@@ -530,8 +545,8 @@ def _iteration(
     """One iteration of all rows of all tables."""
     num_seeds = len(keys.attackers)
     iterations = [
-        _Iteration(table, table.with_numbers(numbers, num_seeds), by, state, _draws(table, state.iteration, keys))
-        for table, state in zip(tables, states, strict=True)
+        _Iteration(table, table.with_numbers(numbers, num_seeds), by, state, draws)
+        for table, state, draws in zip(tables, states, _draws(tables, states[0].iteration, keys), strict=True)
     ]
 
     at_servers = [each for each in iterations if each.table.code.centralized]
