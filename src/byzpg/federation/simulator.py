@@ -25,7 +25,7 @@ from byzpg.federation.devices import BY_SEED, EVERYWHERE, QUICK_COMPILATION, ByA
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
 from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
 from byzpg.learning.rollouts import Episodes, PlayAttacks
-from byzpg.robust.attacks import ByzantineSet
+from byzpg.robust.attacks import ByzantineSet, honest_mask
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all, joined
 from byzpg.robust.rules import clear_search_errors
@@ -439,7 +439,7 @@ def _draws(tables: tuple[_Table, ...], iteration: Array, keys: Keys) -> list[Dra
     def attackers_of(draw: ByzantineSet, num_agents: int, num_attackers: int) -> tuple[Array, Array]:
         """The attackers of each seed [seed, b], and who is honest [seed, agent]."""
         attackers = jax.vmap(partial(draw, num_agents, num_attackers, iteration))(keys.attackers)
-        return attackers, jax.vmap(lambda each: jnp.ones(num_agents, bool).at[each].set(False))(attackers)
+        return attackers, jax.vmap(partial(honest_mask, num_agents))(attackers)
 
     def of(table: _Table) -> Draws:
         num_agents = table.code.num_agents

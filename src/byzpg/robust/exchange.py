@@ -410,7 +410,10 @@ class _Messages:
             num_common=len(honest),
         )
         shared = replace(shared, ascending=ascending_rows(rows[: len(honest)], usable[: len(honest)]))
-        true_row = jnp.zeros(num_agents, int).at[order].set(jnp.arange(num_agents))
+        place = _place_among(num_agents, byzantine)
+        agents = jnp.arange(num_agents)
+        honest_before = agents - jnp.sum(byzantine < agents[:, None], axis=1)
+        true_row = jnp.where(knowledge.is_honest, honest_before, len(honest) + place)
         sender, equivocal = jnp.append(order, byzantine), false_rows is None
         return cls(knowledge, shared, true_row, sender, honest[first], equivocal, made)
 
@@ -476,6 +479,12 @@ class _Messages:
         return max(1, fit)
 
 
+def _place_among(num_agents: int, byzantine: Array) -> Array:
+    """Return, for each agent [K], which attacker it is; 0 for an honest agent. A scatter takes longer to compile."""
+    is_byzantine = jnp.arange(num_agents)[:, None] == byzantine
+    return jnp.sum(jnp.where(is_byzantine, jnp.arange(len(byzantine)), 0), axis=1)
+
+
 def _num_answers(attack: Attack, phase: Phase, knowledge: Knowledge, receivers: Array) -> int:
     """Return how many sets of messages the attack has for these receivers: one for all of them, or one for each."""
     return jax.eval_shape(lambda asked: attack.messages(phase, knowledge, asked), receivers).shape[0]
@@ -484,7 +493,7 @@ def _num_answers(attack: Attack, phase: Phase, knowledge: Knowledge, receivers: 
 def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | None]:
     """Return the receivers to apply the rule at and, if they are not all agents, whose result each agent [K] gets."""
     knowledge = messages.knowledge
-    num_agents, num_attackers = knowledge.num_agents, len(knowledge.byzantine)
+    num_agents = knowledge.num_agents
     if setting.at_server:
         return jnp.asarray([num_agents]), None
     if setting.rule.differs_by_receiver:
@@ -493,10 +502,12 @@ def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | N
         # Honest ones first, because attackers also hold their true vectors. Every device gets a share of both.
         order = jnp.append(knowledge.honest, knowledge.byzantine)
         num_devices = setting.shards.num_devices
+        if num_devices == 1:
+            return order, messages.true_row
         order = jnp.concatenate([order[device::num_devices] for device in range(num_devices)])
         return order, jnp.zeros(num_agents, int).at[order].set(jnp.arange(num_agents))
     # All honest receivers hold the same rows, so one of them stands for all. Each attacker also has its true vector.
-    stands_for = jnp.zeros(num_agents, int).at[knowledge.byzantine].set(1 + jnp.arange(num_attackers))
+    stands_for = jnp.where(knowledge.is_honest, 0, 1 + _place_among(num_agents, knowledge.byzantine))
     return jnp.append(messages.witness, knowledge.byzantine), stands_for
 
 
