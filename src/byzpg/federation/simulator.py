@@ -28,6 +28,7 @@ from byzpg.learning.rollouts import Episodes, PlayAttacks
 from byzpg.robust.attacks import ByzantineSet, honest_mask
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all, joined
+from byzpg.robust.geometry import stored
 from byzpg.robust.rules import clear_search_errors
 
 # What an entry of a block of iterations is.
@@ -131,13 +132,17 @@ class Simulation:
             only_large: Whether no block of the run has a SMALL entry: a program without them compiles in half the time.
 
         Returns:
-            The states afterwards, and metrics [seed, entry] of each federation.
+            The states afterwards, and the values of metrics [seed, entry] of each federation. All processes must call
+            this.
         """
         if only_large and SMALL in batches:
             raise ValueError("only_large is for runs without small batches, and this block has one.")
-        run = _run_on_host if self.on_host else partial(_run_block, only_large=only_large)
+        block = self._block(states, batches, output_iteration)
         with clear_search_errors():
-            return jax.block_until_ready(run(*self._block(states, batches, output_iteration)))
+            if self.on_host:
+                return jax.block_until_ready(_run_on_host(*block))
+            states, packed = jax.block_until_ready(_run_block(*block, only_large=only_large))
+        return states, tuple(Metrics(*np.moveaxis(each, 1, 0)) for each in devices.fetched(packed))
 
     def compiled(self, batches: Sequence[int] | np.ndarray, *, only_large: bool = False) -> jax.stages.Compiled:
         """The program of such a block, to see what it needs; not for host tasks."""
@@ -278,7 +283,8 @@ def _tables(codes: Federations) -> tuple[_Table, ...]:
 )
 def _run_block(
     states: States, keys: Keys, block: _Block, numbers: Array, codes: Federations, mesh: Mesh, *, only_large: bool
-) -> tuple[States, tuple[Metrics, ...]]:
+) -> tuple[States, tuple[Array, ...]]:
+    """The states afterwards, and all metrics [seed, metric, entry] of each federation."""
     dimension = codes[0].agent.policy.dimension
     by = devices.division(mesh, dimension)
     iterate = partial(_iterate_block, _tables(codes), by, only_large)
@@ -302,18 +308,20 @@ def _iterate_block(
     keys: Keys,
     block: _Block,
     numbers: Array,
-) -> tuple[States, tuple[Metrics, ...]]:
+) -> tuple[States, tuple[Array, ...]]:
     """The iterations of a block."""
 
-    def iterate(states: States, batch: Array) -> tuple[States, tuple[Metrics, ...]]:
+    def iterate(states: States, batch: Array) -> tuple[States, tuple[Array, ...]]:
         states = _with_output(states, block.output_iteration)
         large = True if only_large else batch == LARGE
         iteration = partial(_iteration, tables, by, tables[0].code.agent.play, states, keys, numbers, large)
-        return lax.cond(batch == SKIP, partial(_skip, states), iteration)
+        states, metrics = lax.cond(batch == SKIP, partial(_skip, states), iteration)
+        # One array of each table: XLA would compile a kernel for every metric of every federation.
+        return states, tuple(jnp.stack(jax.tree.leaves(each), axis=1) for each in metrics)
 
     rows = tuple(table.rows(states) for table in tables)
-    rows, metrics = lax.scan(iterate, rows, block.batches)
-    return _by_federation(tables, len(keys.attackers), (rows, jax.tree.map(jnp.transpose, metrics)))
+    rows, packed = lax.scan(iterate, rows, block.batches)
+    return _by_federation(tables, len(keys.attackers), (rows, tuple(jnp.moveaxis(each, 0, 2) for each in packed)))
 
 
 def _by_federation(tables: tuple[_Table, ...], num_seeds: int, rows: Any) -> Any:
@@ -563,7 +571,7 @@ def _iteration(
             _repeated(this.agent, len(each.keys) // this.num_rows)
             for this, each in zip(iterations, players, strict=True)
         ]
-        results = _estimates(agents, players, episodes, batch_is_large)
+        results = stored(_estimates(agents, players, episodes, batch_is_large))
         return [_split(result, this.num_rows) for this, result in zip(iterations, results, strict=True)]
 
     def estimated(batch_is_large: bool) -> list[_Gradients]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from byzpg.robust.components import Component, check_choice, check_count, check_finite, check_positive
-from byzpg.robust.geometry import Cloud, dot, squared_distances
+from byzpg.robust.geometry import Cloud, dot, squared_distances, stored
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.rules import Rule
 
@@ -111,7 +111,7 @@ class Knowledge:
         # Honest agent number i is agent i + j if j attackers come before it. `jnp.nonzero` takes longer to compile.
         byzantine, number = self.byzantine, jnp.arange(self.num_honest)
         honest_before = byzantine - jnp.sum(byzantine < byzantine[:, None], axis=1)
-        return number + jnp.sum(honest_before <= number[:, None], axis=1)
+        return stored(number + jnp.sum(honest_before <= number[:, None], axis=1))
 
     def mean(self) -> Array:
         """Return the mean [d] of the honest vectors."""

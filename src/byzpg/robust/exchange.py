@@ -21,7 +21,7 @@ from jax.core import Tracer
 from byzpg.robust.aggregators import Mean
 from byzpg.robust.attacks import Attack, Knowledge, NoAttack
 from byzpg.robust.components import Vectors, check_num_byzantine, check_vectors, with_numbers, without_numbers
-from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, squared_distances
+from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, squared_distances, stored
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors
 
 # Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
@@ -310,7 +310,9 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
     receive = jax.vmap(partial(_receive, diagnose=True, shards=shards))
     for (code, _), members in groups.items():
         parts = [(replace(each, code=code), false_rows) for _, each, false_rows in members]
-        outcome, begin = receive(*joined(_for_each_receiver(parts))), 0
+        together, false_rows = joined(_for_each_receiver(parts))
+        vectors, byzantine, false_rows = stored((together.vectors, together.byzantine, false_rows))
+        outcome, begin = receive(replace(together, vectors=vectors, byzantine=byzantine), false_rows), 0
         for index, each, _ in members:
             end = begin + len(each.vectors)
             theirs = jax.tree.map(partial(lax.slice_in_dim, start_index=begin, limit_index=end), outcome)
