@@ -252,7 +252,7 @@ def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[
 
 
 def _default_platform() -> str | None:
-    """"cpu" or "cuda", if that is where programs run; None if it is another platform, or not known."""
+    """Where programs run, "cpu" or "cuda"; None if that is another platform, or not known."""
     if jax.default_backend() == "cpu":
         return "cpu"
     is_cuda = "cuda" in get_backend().platform_version  # to JAX, ROCm is the backend "gpu" too

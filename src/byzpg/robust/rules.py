@@ -62,7 +62,7 @@ class Rule(Component, ABC):
             raise ValueError(f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: {fix}.")
 
     def is_mean(self, num_byzantine: int) -> bool:
-        """Whether the rule is the mean of all rows with this f; of a subclass, which may change it, this is not known."""
+        """Whether the rule is the mean of all rows with this f; False for subclasses, which may change the rule."""
         return False
 
     @abstractmethod
