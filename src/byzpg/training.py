@@ -294,7 +294,7 @@ class _Program:
         self.states, latest = self.simulation.run(
             self.states, batches, self.plan.output_iteration, only_large=bool(np.all(self.plan.large))
         )
-        for blocks, block in zip(self.blocks, devices.fetched(latest), strict=True):
+        for blocks, block in zip(self.blocks, latest, strict=True):
             blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})
         self.done += len(large)
         self.pace = (time.monotonic() - began) / len(large)

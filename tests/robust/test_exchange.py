@@ -457,6 +457,52 @@ def test_a_server_has_what_an_honest_agent_has():
                 np.testing.assert_allclose(of_run, getattr(diagnostics, name), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("num_byzantine", [F, 0])
+def test_rounds_that_share_code_on_gpus(num_byzantine, monkeypatch):
+    """A rule is applied once to the rounds of all attacks, equivocal or not; without Byzantine agents it is a mean."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    rule, attackers = aggregators.NNM(aggregators.TrimmedMean()), (1, K - 1)[: 2 * (num_byzantine > 0)]
+    chosen = (attacks.LargeNoise(), attacks.SignFlip())
+    places = ((chosen[0], False), (chosen[1], False), (chosen[1], True))
+    vectors = true_vectors()[None]
+
+    @jax.jit
+    def together(vectors, keys):
+        shared: Any = {
+            "num_byzantine": num_byzantine,
+            "phase": "gradients",
+            "vectors": vectors,
+            "byzantine": jnp.asarray([attackers], int),
+            "keys": keys,
+            "iteration": jnp.zeros(1, int),
+        }
+        rounds = []
+        for attack, at_server in places:
+            of_runs = with_numbers(
+                without_numbers(attack)[0], [jnp.asarray([number]) for number in without_numbers(attack)[1]]
+            )
+            rounds.append(module.Round.of(rule, of_runs, at_server=at_server, **shared))
+        return module.exchange_all(rounds)
+
+    found = together(vectors, KEY[None])
+    for (results, report), (attack, at_server) in zip(found, places, strict=True):
+        expected, diagnostics = module.exchange(
+            rule,
+            vectors[0],
+            byzantine=attackers,
+            attack=attack,
+            num_byzantine=num_byzantine,
+            key=KEY,
+            at_server=at_server,
+            diagnose=True,
+        )
+        np.testing.assert_allclose(results[0], np.reshape(expected, (-1, D)), rtol=1e-4, atol=1e-4)
+        for name in ("error", "honest_variance", "diameter_before", "diameter_after", "weights"):
+            np.testing.assert_allclose(
+                getattr(report, name)[0], getattr(diagnostics, name), rtol=1e-3, atol=1e-4, err_msg=name
+            )
+
+
 @dataclass(frozen=True)
 class JustInside(attacks.MessageAttack):
     """Messages that are as far from the centre of the honest vectors as a member of the subset can be: 2.9 of 3 R."""

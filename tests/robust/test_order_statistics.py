@@ -1,9 +1,11 @@
 """Order statistics of two lists together, against sorting all values."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from byzpg.robust import order_statistics
 from byzpg.robust.order_statistics import BLOCK, sum_of_ranks
 
 WIDTH = 40
@@ -28,3 +30,22 @@ def test_sums_of_ranks_of_two_lists(num_common: int, num_extra: int) -> None:
         for stop in (end for end in ends if end >= first):
             expected = np.sum(ordered[first:stop], axis=0)
             np.testing.assert_array_equal(ask(common, extra, first, stop), expected, f"{first} {stop}")
+
+
+@pytest.mark.parametrize("width", [1, 5, 13])
+def test_ranks_by_counting_as_on_gpus(width, monkeypatch):
+    """On GPUs ranks are counted. Ties and infinities are ranked as by sorting."""
+    values = np.random.default_rng(width).integers(0, 4, (7, width)).astype(np.float32)
+    values[::2, -1] = np.inf
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    ordered, order = np.sort(values, axis=1), np.argsort(values, axis=1, kind="stable")
+    for count in range(1, width + 1):
+        np.testing.assert_array_equal(
+            order_statistics.kth_smallest(jnp.asarray(values), count - 1), ordered[:, count - 1]
+        )
+        np.testing.assert_array_equal(
+            order_statistics.sum_of_smallest(jnp.asarray(values), count), ordered[:, :count].sum(1)
+        )
+        expected = np.zeros(values.shape, bool)
+        np.put_along_axis(expected, order[:, :count], True, axis=1)
+        np.testing.assert_array_equal(order_statistics.smallest(jnp.asarray(values), count), expected)

@@ -25,8 +25,10 @@ from byzpg.federation.devices import BY_SEED, EVERYWHERE, QUICK_COMPILATION, ByA
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
 from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
 from byzpg.learning.rollouts import Episodes, PlayAttacks
+from byzpg.robust.attacks import ByzantineSet, honest_mask
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all, joined
+from byzpg.robust.geometry import stored
 from byzpg.robust.rules import clear_search_errors
 
 # What an entry of a block of iterations is.
@@ -130,13 +132,17 @@ class Simulation:
             only_large: Whether no block of the run has a SMALL entry: a program without them compiles in half the time.
 
         Returns:
-            The states afterwards, and metrics [seed, entry] of each federation.
+            The states afterwards, and the values of metrics [seed, entry] of each federation. All processes must call
+            this.
         """
         if only_large and SMALL in batches:
             raise ValueError("only_large is for runs without small batches, and this block has one.")
-        run = _run_on_host if self.on_host else partial(_run_block, only_large=only_large)
+        block = self._block(states, batches, output_iteration)
         with clear_search_errors():
-            return jax.block_until_ready(run(*self._block(states, batches, output_iteration)))
+            if self.on_host:
+                return jax.block_until_ready(_run_on_host(*block))
+            states, packed = jax.block_until_ready(_run_block(*block, only_large=only_large))
+        return states, tuple(Metrics(*np.moveaxis(each, 1, 0)) for each in devices.fetched(packed))
 
     def compiled(self, batches: Sequence[int] | np.ndarray, *, only_large: bool = False) -> jax.stages.Compiled:
         """The program of such a block, to see what it needs; not for host tasks."""
@@ -277,7 +283,8 @@ def _tables(codes: Federations) -> tuple[_Table, ...]:
 )
 def _run_block(
     states: States, keys: Keys, block: _Block, numbers: Array, codes: Federations, mesh: Mesh, *, only_large: bool
-) -> tuple[States, tuple[Metrics, ...]]:
+) -> tuple[States, tuple[Array, ...]]:
+    """The states afterwards, and all metrics [seed, metric, entry] of each federation."""
     dimension = codes[0].agent.policy.dimension
     by = devices.division(mesh, dimension)
     iterate = partial(_iterate_block, _tables(codes), by, only_large)
@@ -301,18 +308,20 @@ def _iterate_block(
     keys: Keys,
     block: _Block,
     numbers: Array,
-) -> tuple[States, tuple[Metrics, ...]]:
+) -> tuple[States, tuple[Array, ...]]:
     """The iterations of a block."""
 
-    def iterate(states: States, batch: Array) -> tuple[States, tuple[Metrics, ...]]:
+    def iterate(states: States, batch: Array) -> tuple[States, tuple[Array, ...]]:
         states = _with_output(states, block.output_iteration)
         large = True if only_large else batch == LARGE
         iteration = partial(_iteration, tables, by, tables[0].code.agent.play, states, keys, numbers, large)
-        return lax.cond(batch == SKIP, partial(_skip, states), iteration)
+        states, metrics = lax.cond(batch == SKIP, partial(_skip, states), iteration)
+        # One array of each table: XLA would compile a kernel for every metric of every federation.
+        return states, tuple(jnp.stack(jax.tree.leaves(each), axis=1) for each in metrics)
 
     rows = tuple(table.rows(states) for table in tables)
-    rows, metrics = lax.scan(iterate, rows, block.batches)
-    return _by_federation(tables, len(keys.attackers), (rows, jax.tree.map(jnp.transpose, metrics)))
+    rows, packed = lax.scan(iterate, rows, block.batches)
+    return _by_federation(tables, len(keys.attackers), (rows, tuple(jnp.moveaxis(each, 0, 2) for each in packed)))
 
 
 def _by_federation(tables: tuple[_Table, ...], num_seeds: int, rows: Any) -> Any:
@@ -423,28 +432,42 @@ class Draws:
         return self.is_honest if num_players > 1 else jnp.ones_like(self.is_honest[:, :1])
 
 
-def _draws(table: _Table, iteration: Array, keys: Keys) -> Draws:
-    num_agents = table.code.num_agents
+def _draws(tables: tuple[_Table, ...], iteration: Array, keys: Keys) -> list[Draws]:
+    """The draws of each table. What tables have in common is drawn once."""
 
-    def attackers_of(kind: _Kind) -> Array:
-        draw = partial(kind.code.byzantine_set, num_agents, kind.code.num_attackers, iteration)
-        return jnp.repeat(jax.vmap(draw)(keys.attackers), len(kind.members), axis=0)
+    def streams_of(table: _Table) -> list[int]:
+        num_agents, num_rounds = table.code.num_agents, 1 + max(kind.code.rounds for kind in table.kinds)
+        rounds = (round_stream(num_agents, number) for number in range(num_rounds))
+        return [*map(play_stream, range(num_agents)), *rounds]
 
-    attackers = [attackers_of(kind) for kind in table.kinds]
-    is_honest = jax.vmap(lambda each: jnp.ones(num_agents, bool).at[each].set(False))
-    play = [play_stream(agent) for agent in range(num_agents)]
-    rounds = [round_stream(num_agents, number) for number in range(1 + max(kind.code.rounds for kind in table.kinds))]
-    streams = jnp.asarray([*play, *rounds])
-    fresh = jax.vmap(lambda key: jax.vmap(partial(stream_key, key, iteration))(streams))(keys.iterations)
-    fresh = table.of_seeds(fresh)  # [row, stream]
-    play_keys, round_keys = fresh[:, :num_agents], fresh[:, num_agents:]
-    return Draws(
-        tuple(attackers),
-        jnp.concatenate([is_honest(each) for each in attackers]),
-        play_keys,
-        gradient_keys=round_keys[:, 0],
-        agreement_keys=round_keys[:, 1:],
-    )
+    streams = sorted({stream for table in tables for stream in streams_of(table)})
+    fresh = jax.vmap(lambda key: jax.vmap(partial(stream_key, key, iteration))(jnp.asarray(streams)))(keys.iterations)
+
+    @cache
+    def attackers_of(draw: ByzantineSet, num_agents: int, num_attackers: int) -> tuple[Array, Array]:
+        """The attackers of each seed [seed, b], and who is honest [seed, agent]."""
+        attackers = jax.vmap(partial(draw, num_agents, num_attackers, iteration))(keys.attackers)
+        return attackers, jax.vmap(partial(honest_mask, num_agents))(attackers)
+
+    def of(table: _Table) -> Draws:
+        num_agents = table.code.num_agents
+        sets = [attackers_of(kind.code.byzantine_set, num_agents, kind.code.num_attackers) for kind in table.kinds]
+        repeated = [
+            jax.tree.map(partial(jnp.repeat, repeats=len(kind.members), axis=0), each)
+            for kind, each in zip(table.kinds, sets, strict=True)
+        ]
+        places = np.searchsorted(streams, streams_of(table))
+        theirs = table.of_seeds(fresh[:, places])  # [row, stream]
+        play_keys, round_keys = theirs[:, :num_agents], theirs[:, num_agents:]
+        return Draws(
+            tuple(attackers for attackers, _ in repeated),
+            jnp.concatenate([is_honest for _, is_honest in repeated]),
+            play_keys,
+            gradient_keys=round_keys[:, 0],
+            agreement_keys=round_keys[:, 1:],
+        )
+
+    return list(map(of, tables))
 
 
 @jax.tree_util.register_dataclass
@@ -467,8 +490,8 @@ def _players(table: _Table, state: SimulationState, draws: Draws, large: bool) -
 
 @partial(jax.jit, static_argnames=("codes", "large"))
 def _players_now(states: States, keys: Keys, codes: Federations, large: bool) -> Players:
-    (table,) = _tables(codes)
-    return _players(table, states[0], _draws(table, states[0].iteration, keys), large)
+    (table,) = tables = _tables(codes)
+    return _players(table, states[0], _draws(tables, states[0].iteration, keys)[0], large)
 
 
 def _attacks_on_play(tables: tuple[_Table, ...], players: list[Players], num_seeds: int) -> PlayAttacks:
@@ -530,8 +553,8 @@ def _iteration(
     """One iteration of all rows of all tables."""
     num_seeds = len(keys.attackers)
     iterations = [
-        _Iteration(table, table.with_numbers(numbers, num_seeds), by, state, _draws(table, state.iteration, keys))
-        for table, state in zip(tables, states, strict=True)
+        _Iteration(table, table.with_numbers(numbers, num_seeds), by, state, draws)
+        for table, state, draws in zip(tables, states, _draws(tables, states[0].iteration, keys), strict=True)
     ]
 
     at_servers = [each for each in iterations if each.table.code.centralized]
@@ -548,7 +571,7 @@ def _iteration(
             _repeated(this.agent, len(each.keys) // this.num_rows)
             for this, each in zip(iterations, players, strict=True)
         ]
-        results = _estimates(agents, players, episodes, batch_is_large)
+        results = stored(_estimates(agents, players, episodes, batch_is_large))
         return [_split(result, this.num_rows) for this, result in zip(iterations, results, strict=True)]
 
     def estimated(batch_is_large: bool) -> list[_Gradients]:

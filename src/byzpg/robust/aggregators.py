@@ -140,6 +140,9 @@ class Mean(WeightedAggregator):
     def max_byzantine(self, num_agents: int) -> int:
         return num_agents - 1
 
+    def is_mean(self, num_byzantine: int) -> bool:
+        return num_byzantine == 0 and type(self) is Mean
+
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return cloud.mean_of(cloud.usable)
 
@@ -233,6 +236,9 @@ class TrimmedMean(Aggregator):
         >>> print(TrimmedMean()(rows, num_byzantine=1).round(1))
         [2.3 1.7]
     """
+
+    def is_mean(self, num_byzantine: int) -> bool:
+        return num_byzantine == 0 and type(self) is TrimmedMean
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         if cloud.num_points > NETWORK_LIMIT:
@@ -486,6 +492,9 @@ class MDA(WeightedAggregator):
     def __post_init__(self) -> None:
         check_count(self, node_limit=self.node_limit)
 
+    def is_mean(self, num_byzantine: int) -> bool:
+        return num_byzantine == 0 and type(self) is MDA
+
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         keep = cloud.num_points - num_byzantine
         return cloud.mean_of(least_diameter_subset(cloud.distances(), cloud.usable, keep, self.node_limit))
@@ -713,6 +722,9 @@ class NNM(PreAggregator):
 
     def __post_init__(self) -> None:
         _check_inner(self, self.rule)
+
+    def is_mean(self, num_byzantine: int) -> bool:
+        return type(self) is NNM and self.rule.is_mean(num_byzantine)  # all new rows are the mean of all rows
 
     def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         keep = cloud.num_points - num_byzantine

@@ -114,6 +114,9 @@ class MDA(WeightedAgreement):
     def max_byzantine(self, num_agents: int) -> int:
         return (num_agents - 1) // 4
 
+    def is_mean(self, num_byzantine: int) -> bool:
+        return num_byzantine == 0 and type(self) is MDA
+
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return aggregators.MDA(self.node_limit).coefficients(cloud, num_byzantine, key)
 

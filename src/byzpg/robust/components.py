@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.backend import get_backend
 
 Vectors = Array | np.ndarray
 
@@ -179,10 +180,24 @@ def check_vectors(name: str, vectors: object) -> Array:
 
 
 def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[..., Result]) -> Result:
-    """`lax.platform_dependent`, without tracing the CUDA branch on CPU-only machines, since tracing it is slow."""
-    if jax.default_backend() == "cpu":
+    """`lax.platform_dependent`, without tracing a branch that the default backend does not use: both are slow to trace.
+
+    Only if the user has chosen a default device, programs may run on another platform than the default backend's.
+    """
+    platform = _default_platform()
+    if platform == "cpu":
         return default(*arguments)
+    if platform == "cuda":
+        return cuda(*arguments)
     return lax.platform_dependent(*arguments, cuda=cuda, default=default)
+
+
+def _default_platform() -> str | None:
+    """Where programs run, "cpu" or "cuda"; None if that is another platform, or not known."""
+    if jax.default_backend() == "cpu":
+        return "cpu"
+    is_cuda = "cuda" in get_backend().platform_version  # to JAX, ROCm is the backend "gpu" too
+    return "cuda" if is_cuda and jax.config.jax_default_device is None else None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def zeros_for(function: Callable[..., Result], *arguments: Any) -> Result:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
 
+from byzpg.robust.aggregators import Mean
 from byzpg.robust.attacks import Attack, Knowledge, NoAttack
 from byzpg.robust.components import (
     Vectors,
@@ -27,7 +28,7 @@ from byzpg.robust.components import (
     with_numbers,
     without_numbers,
 )
-from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, repeated, squared_distances
+from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, repeated, squared_distances, stored
 from byzpg.robust.kernels import Rows, inner_products
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors, coefficients_at_receiver
 
@@ -36,6 +37,10 @@ GROUP_BYTES = 2**30
 # On a CPU, a group's own messages and matrices take no more than this: memory that is used again is faster than more of
 # it, and receivers that search wait for each other, which a GPU needs to be busy and a CPU does not.
 GROUP_BYTES_ON_CPU = 2**26
+
+# On a GPU, messages that differ by receiver are made before the rule is applied if they take at most so many bytes: so
+# rounds with and without such messages share its code.
+SHARED_CODE_BYTES = 2**24
 
 # A row so many times further out than all honest ones has no influence on a rule that `ignores_far_rows`. Let R be the
 # largest distance of an honest row from the centre. Honest rows are at most 2R apart, so a row further out than 3R is
@@ -267,15 +272,24 @@ class Round:
             num_byzantine=setting.num_byzantine,
         )
 
-    def false_rows(self) -> Array | None:
-        """What the attackers of one run send to all receivers [b, d]; None if they equivocate."""
+    def false_rows(self, *, to_each: bool = False) -> Array | None:
+        """What the attackers of one run send to all receivers [b, d].
+
+        If they equivocate, it is None, or what they send `to_each` receiver [K, b, d].
+        """
         setting, knowledge = self.setting, self.knowledge
         receivers = jnp.asarray([knowledge.num_agents]) if setting.at_server else jnp.arange(knowledge.num_agents)
         if not len(self.byzantine):
             return self.vectors[:0]
         if len(receivers) > 1 and _num_answers(setting.attack, setting.phase, knowledge, receivers) > 1:
-            return None
+            return setting.attack.messages(setting.phase, knowledge, receivers) if to_each else None
         return setting.attack.messages(setting.phase, knowledge, receivers[:1])[0]
+
+    @property
+    def shares_code(self) -> bool:
+        """Whether what each receiver gets in all runs is small enough to be made beforehand."""
+        copies = self.vectors.size * self.byzantine.shape[-1]
+        return jax.default_backend() != "cpu" and 4 * copies <= SHARED_CODE_BYTES
 
 
 def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[tuple[Array, Diagnostics]]:
@@ -288,10 +302,12 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
     """
     groups: dict[Any, list[tuple[int, Round, Array | None]]] = {}
     for index, each in enumerate(rounds):
-        false_rows = jax.vmap(Round.false_rows)(each)
+        false_rows = jax.vmap(partial(Round.false_rows, to_each=each.shares_code))(each)
         shapes = each.vectors.shape[1:], each.byzantine.shape[1:]
         if false_rows is not None:  # the attack is done
             each = replace(each, code=replace(each.code, attack=NoAttack(), phase="gradients"), attack_numbers=())
+        if each.code.rule.is_mean(each.code.num_byzantine):
+            each = replace(each, code=replace(each.code, rule=Mean()), rule_numbers=())
         groups.setdefault((each.code, shapes), []).append((index, each, false_rows))
     # A server holds what an honest agent holds: where agents do the same, its result is read off one of them.
     for code, shapes in list(groups):
@@ -302,15 +318,32 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
     receive = jax.vmap(partial(_receive, diagnose=True, shards=shards))
     for (code, _), members in groups.items():
         parts = [(replace(each, code=code), false_rows) for _, each, false_rows in members]
-        outcome, begin = receive(*joined(parts)), 0
+        together, false_rows = joined(_for_each_receiver(parts))
+        vectors, byzantine, false_rows = stored((together.vectors, together.byzantine, false_rows))
+        outcome, begin = receive(replace(together, vectors=vectors, byzantine=byzantine), false_rows), 0
         for index, each, _ in members:
             end = begin + len(each.vectors)
             theirs = jax.tree.map(partial(lax.slice_in_dim, start_index=begin, limit_index=end), outcome)
-            found[index] = (
+            results, report = (
                 jax.vmap(_at_honest_agent)(each, *theirs) if each.code.at_server != code.at_server else theirs
             )
+            if not rounds[index].code.rule.has_weights:  # though it is a mean here
+                report = replace(report, weights=jnp.full_like(report.weights, jnp.nan))
+            found[index] = results, report
             begin = end
     return [found[index] for index in range(len(rounds))]
+
+
+def _for_each_receiver(parts: list[tuple[Round, Array | None]]) -> list[tuple[Round, Array | None]]:
+    """Repeat what attackers send to all receivers for each of them, where those of other runs equivocate."""
+    if all(false_rows is None or false_rows.ndim == 3 for _, false_rows in parts):
+        return parts
+    num_agents = parts[0][0].vectors.shape[1]
+    return [
+        (each, jnp.repeat(false_rows[:, None], num_agents, axis=1) if false_rows.ndim == 3 else false_rows)
+        for each, false_rows in parts
+        if false_rows is not None
+    ]
 
 
 def _at_honest_agent(round_: Round, results: Array, diagnostics: Diagnostics) -> tuple[Array, Diagnostics]:
@@ -336,7 +369,10 @@ def _exchange(round_: Round, diagnose: bool, shards: Shards) -> tuple[Array, Dia
 def _receive(
     round_: Round, false_rows: Array | None, diagnose: bool, shards: Shards
 ) -> tuple[Array, Diagnostics | None]:
-    """Apply the rule of one run at its receivers. All of them get `false_rows` [b, d]; None if attackers equivocate."""
+    """Apply the rule of one run at its receivers.
+
+    All of them get `false_rows` [b, d]. If attackers equivocate, these are [K, b, d], or None: the attack is asked.
+    """
     setting, knowledge = replace(round_.setting, diagnose=diagnose, shards=shards), round_.knowledge
     messages = _Messages.sent(setting, knowledge, false_rows)
     receivers, stands_for = _receivers(setting, messages)
@@ -362,10 +398,14 @@ class _Messages:
     sender: Array  # [K + b], the agents that may have sent the stored rows: true vectors, then false ones
     witness: Array  # an honest agent, whose own vector is usable if that of any honest agent is
     equivocal: bool  # attackers send different messages to different receivers
+    made: Array | None  # [K, b, d], these messages; None if the attack is asked for them
 
     @classmethod
     def sent(cls, setting: _Setting, knowledge: Knowledge, false_rows: Array | None) -> "_Messages":
-        """The messages of attackers that send `false_rows` [b, d] to all receivers, or None: that equivocate."""
+        """The messages of attackers that send `false_rows`, as in `_receive`."""
+        made = false_rows if false_rows is not None and false_rows.ndim == 3 else None
+        if made is not None:
+            false_rows = None
         byzantine, honest, num_agents = knowledge.byzantine, knowledge.honest, knowledge.num_agents
         order = jnp.append(honest, byzantine)
         vectors = knowledge.vectors
@@ -381,8 +421,12 @@ class _Messages:
             on_one_device=setting.shards.coordinates == 1,
         )
         shared = replace(shared, ascending=ascending_rows(shared.raw[: len(honest)], usable[: len(honest)]))
-        true_row = jnp.zeros(num_agents, int).at[order].set(jnp.arange(num_agents))
-        return cls(knowledge, shared, true_row, jnp.append(order, byzantine), honest[first], false_rows is None)
+        place = _place_among(num_agents, byzantine)
+        agents = jnp.arange(num_agents)
+        honest_before = agents - jnp.sum(byzantine < agents[:, None], axis=1)
+        true_row = jnp.where(knowledge.is_honest, honest_before, len(honest) + place)
+        sender, equivocal = jnp.append(order, byzantine), false_rows is None
+        return cls(knowledge, shared, true_row, sender, honest[first], equivocal, made)
 
     def has_combinations(self, rule: Rule) -> bool:
         """Whether all results are weighted means of the shared rows, so that their coefficients say everything."""
@@ -395,6 +439,8 @@ class _Messages:
 
     def to_each(self, setting: _Setting, receivers: Array) -> Array:
         """Return the messages that only one receiver holds [receiver, Byzantine sender, d]."""
+        if self.made is not None:
+            return self.made[receivers]
         if self.equivocal:
             return setting.attack.messages(setting.phase, self.knowledge, receivers)
         vectors = self.knowledge.vectors
@@ -448,6 +494,12 @@ class _Messages:
         return max(1, fit)
 
 
+def _place_among(num_agents: int, byzantine: Array) -> Array:
+    """Return, for each agent [K], which attacker it is; 0 for an honest agent. A scatter takes longer to compile."""
+    is_byzantine = jnp.arange(num_agents)[:, None] == byzantine
+    return jnp.sum(jnp.where(is_byzantine, jnp.arange(len(byzantine)), 0), axis=1)
+
+
 def _num_answers(attack: Attack, phase: Phase, knowledge: Knowledge, receivers: Array) -> int:
     """Return how many sets of messages the attack has for these receivers: one for all of them, or one for each."""
     return jax.eval_shape(lambda asked: attack.messages(phase, knowledge, asked), receivers).shape[0]
@@ -456,7 +508,7 @@ def _num_answers(attack: Attack, phase: Phase, knowledge: Knowledge, receivers: 
 def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | None]:
     """Return the receivers to apply the rule at and, if they are not all agents, whose result each agent [K] gets."""
     knowledge = messages.knowledge
-    num_agents, num_attackers = knowledge.num_agents, len(knowledge.byzantine)
+    num_agents = knowledge.num_agents
     if setting.at_server:
         return jnp.asarray([num_agents]), None
     if setting.rule.differs_by_receiver:
@@ -465,10 +517,12 @@ def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | N
         # Honest ones first, because attackers also hold their true vectors. Every device gets a share of both.
         order = jnp.append(knowledge.honest, knowledge.byzantine)
         num_devices = setting.shards.num_devices
+        if num_devices == 1:
+            return order, messages.true_row
         order = jnp.concatenate([order[device::num_devices] for device in range(num_devices)])
         return order, jnp.zeros(num_agents, int).at[order].set(jnp.arange(num_agents))
     # All honest receivers hold the same rows, so one of them stands for all. Each attacker also has its true vector.
-    stands_for = jnp.zeros(num_agents, int).at[knowledge.byzantine].set(1 + jnp.arange(num_attackers))
+    stands_for = jnp.where(knowledge.is_honest, 0, 1 + _place_among(num_agents, knowledge.byzantine))
     return jnp.append(messages.witness, knowledge.byzantine), stands_for
 
 

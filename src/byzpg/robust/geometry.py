@@ -56,6 +56,15 @@ def computed_if(condition: Array, compute: Callable[..., Any], operands: tuple[A
     return lax.fori_loop(0, condition.astype(jnp.int32), once, otherwise)
 
 
+def stored(tree: Any) -> Any:
+    """Return the same values. On GPUs, keep XLA from computing them again in every kernel that uses them.
+
+    A kernel that picks rows from joined parts would otherwise contain the code of all parts. Some of these kernels took
+    ten times as long to compile.
+    """
+    return tree if jax.default_backend() == "cpu" else lax.optimization_barrier(tree)
+
+
 def is_sound(vectors: Vectors) -> Array:
     """Return which vectors [..., d] the rules use: those that are finite and shorter than `NORM_LIMIT`.
 

@@ -9,6 +9,7 @@ for each of a hundred passes.
 
 from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -141,9 +142,26 @@ def _num_common(common: Array, extra: Array, rank: Array) -> Array:
     return lax.fori_loop(0, min(num_common, num_extra).bit_length() + 1, halve, (low, high))[0]
 
 
+def _counts(width: int) -> bool:
+    """Whether to find the ranks of `width` values by counting, which takes longer to run and less to compile.
+
+    On GPUs, a network of some hundred operations takes XLA a second to fuse, and a kernel's time is that of its launch.
+    """
+    return width <= MATRIX_NETWORK_LIMIT and jax.default_backend() != "cpu"
+
+
+def _ranks(values: Array) -> Array:
+    """Return the 0-based rank of each entry along the last axis; ties go to the lower index."""
+    index = jnp.arange(values.shape[-1])
+    one, other = values[..., :, None], values[..., None, :]
+    return jnp.sum((other < one) | ((other == one) & (index < index[:, None])), axis=-1)
+
+
 def kth_smallest(values: Array, rank: int) -> Array:
     """Return the value of 0-based `rank` along the last axis."""
     width = values.shape[-1]
+    if _counts(width):
+        return jnp.min(jnp.where(_ranks(values) == rank, values, jnp.inf), axis=-1)
     if width > MATRIX_NETWORK_LIMIT:
         return sort(values, axis=-1)[..., rank]
     return ascending([values[..., j] for j in range(width)], range(rank, rank + 1))[rank]
@@ -152,6 +170,8 @@ def kth_smallest(values: Array, rank: int) -> Array:
 def sum_of_smallest(values: Array, count: int | Array) -> Array:
     """Return the sum of the `count` smallest values along the last axis."""
     width = values.shape[-1]
+    if _counts(width):
+        return jnp.sum(jnp.where(_ranks(values) < count, values, 0), axis=-1)
     if width > MATRIX_NETWORK_LIMIT:
         return jnp.sum(jnp.where(jnp.arange(width) < count, sort(values, axis=-1), 0), axis=-1)
     ranks = range(count if isinstance(count, int) else width)
@@ -164,6 +184,8 @@ def sum_of_smallest(values: Array, count: int | Array) -> Array:
 
 def smallest(values: Array, count: int) -> Array:
     """Return which entries along the last axis are its `count` smallest; ties go to the lower index."""
+    if _counts(values.shape[-1]):
+        return _ranks(values) < count
     threshold = kth_smallest(values, count - 1)[..., None]
     tied = values == threshold
     room = count - jnp.sum(values < threshold, axis=-1, keepdims=True)

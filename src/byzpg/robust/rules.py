@@ -61,6 +61,10 @@ class Rule(Component, ABC):
             fix = f"use num_byzantine ≤ {largest}" if largest >= 0 else "use more agents"
             raise ValueError(f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: {fix}.")
 
+    def is_mean(self, num_byzantine: int) -> bool:
+        """Whether the rule is the mean of all rows with this f; False for subclasses, which may change the rule."""
+        return False
+
     @abstractmethod
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         """Return the result [d] of the rule on the points that one receiver holds."""
