@@ -16,6 +16,7 @@ from byzpg.robust.attacks import Knowledge
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import attack_key, exchange, rule_key
 from byzpg.robust.least_diameter import SearchLimitError
+from byzpg.robust.rules import apply_rule
 
 K, D, F = 11, 7, 2
 ATTACKERS = (1, 6)
@@ -576,3 +577,25 @@ def test_false_messages_do_not_cost_k_copies(group_bytes):
     group_bytes(1)
     for rule in (aggregators.RFA(), aggregators.TrimmedMean()):
         assert largest_intermediate(rule, SPLIT) < copies
+
+
+@pytest.mark.parametrize("make", [agreement.NoAgreement, agreement.GDA, agreement.MDA, aggregators.MoNNA])
+@pytest.mark.parametrize("attacker", [0, 5])
+def test_a_far_agent_costs_the_others_no_digits(make: Any, attacker: int) -> None:
+    """Results are sums around one row for all receivers. It must not be one that is far from most of them."""
+    vectors = 1e-3 * np.random.default_rng(0).normal(size=(6, 3))
+    vectors[0] = 1e4
+    rows = jnp.asarray(vectors, jnp.float32)
+    results, _ = exchange(make(), rows, byzantine=[attacker], attack=attacks.NoAttack(), num_byzantine=1)
+    for agent in range(1, 6):
+        alone = apply_rule(make(), rows, num_byzantine=1, present=None, key=None, own=agent).result
+        np.testing.assert_allclose(results[agent], alone, atol=1e-8)
+
+
+def test_the_diameter_of_defined_results_is_known_though_a_vector_is_not_finite() -> None:
+    vectors = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32).at[1, 0].set(jnp.nan)
+    options: dict[str, Any] = {"byzantine": [5], "attack": attacks.NoAttack(), "num_byzantine": 2, "diagnose": True}
+    results, diagnostics = exchange(aggregators.RFA(), vectors, **options)
+    assert np.all(np.isfinite(results))
+    assert diagnostics is not None
+    assert diagnostics.diameter_after == 0

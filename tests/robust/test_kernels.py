@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from byzpg._registry import parse
-from byzpg.robust import AvgZero, exchange, geometry, kernels
+from byzpg.robust import SignFlip, exchange, geometry, kernels
 from byzpg.robust.kernels import COLUMNS, FEWEST, SUMMED_COLUMNS, Rows
 
 LENGTHS = [1, SUMMED_COLUMNS, 3 * COLUMNS + 5]
@@ -33,6 +33,9 @@ def test_products_of_long_rows_are_those_of_their_naive_twins(num_first: int, nu
     centred = np.where(np.isfinite(raw), raw - np.asarray(centre), 0)
     found = kernels.inner_products(rows, centre, interpret=True)
     np.testing.assert_allclose(found, centred @ centred.T, rtol=1e-4, atol=1e-3)
+    found = kernels.inner_products(rows, centre, only_finite=False, interpret=True)
+    sound: Any = np.isfinite(raw).all(axis=1)
+    assert np.array_equal(np.isfinite(found), sound[:, None] & sound)
     for number in (1, 13, FEWEST + 1):
         random = np.random.default_rng(number)
         coefficients, share = random.normal(size=(number, len(raw))), random.normal(size=number)
@@ -58,18 +61,22 @@ def test_long_rows_that_fit() -> None:
     assert not fits(13, kernels.SHORTEST, jnp.float16)
 
 
-@pytest.mark.parametrize("name", ["Mean", "RFA", "CenteredClipping", "NNM(TrimmedMean)", "MDA"])
+# Clipping with a small radius gives the origin a coefficient.
+RULES = ["Mean", "RFA", "CenteredClipping(radius=0.1)", "ARC(RFA)", "NNM(TrimmedMean)", "MDA"]
+
+
+@pytest.mark.parametrize("name", RULES)
 def test_a_round_of_messages_is_the_same_with_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule: Any = parse("agreement" if name == "MDA" else "aggregator", name)
     vectors = 1e-3 * jax.random.normal(jax.random.key(0), (13, COLUMNS + 1)) + 5
-    vectors = vectors.at[11, 7].set(jnp.nan)  # of an attacker, whose own result a rule may need it for
-    options: dict[str, Any] = {"byzantine": [10, 11, 12], "attack": AvgZero(), "num_byzantine": 3, "diagnose": True}
+    vectors = vectors.at[3, 7].set(jnp.nan).at[12].set(1e25)  # of an honest agent, and of an attacker
+    options: dict[str, Any] = {"byzantine": [10, 11, 12], "attack": SignFlip(), "num_byzantine": 3, "diagnose": True}
     plain, measured = exchange.exchange(rule, vectors, **options)
 
     calls = []
 
     def on_gpu(*arguments: Any, cuda: Any, default: Any) -> Any:
-        calls.append(cuda is not default)
+        calls.append(cuda is not None)
         return cuda(*arguments)
 
     interpreted = partial(kernels.inner_products, interpret=True)
@@ -86,4 +93,13 @@ def test_a_round_of_messages_is_the_same_with_kernels(name: str, monkeypatch: py
     assert all(calls)
     assert len(calls) >= 3
     np.testing.assert_allclose(found, plain, rtol=1e-6)
+    assert np.isfinite(plain).any()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-6), also_measured, measured)
+
+
+def test_coordinates_on_several_devices_do_not_enter_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SHORTEST", 1)
+    rows, raw = rows_of(10, 3, 5)
+    around = partial(geometry.SharedRows.around, rows, jnp.ones(len(raw), bool), first=jnp.asarray(1), majority=9)
+    assert around(num_common=10, on_one_device=True).in_kernels
+    assert not around(num_common=10, on_one_device=False).in_kernels

@@ -179,13 +179,14 @@ def check_vectors(name: str, vectors: object) -> Array:
     return array
 
 
-def by_platform(*arguments: Any, cuda: Callable[..., Result], default: Callable[..., Result]) -> Result:
+def by_platform(*arguments: Any, cuda: Callable[..., Result] | None, default: Callable[..., Result]) -> Result:
     """`lax.platform_dependent`, without tracing a branch that the default backend does not use: both are slow to trace.
 
-    Only if the user has chosen a default device, programs may run on another platform than the default backend's.
+    Without a function for CUDA, the default is for all platforms. Programs may run on another platform than that of the
+    default backend only if the user has chosen a default device.
     """
     platform = _default_platform()
-    if platform == "cpu":
+    if platform == "cpu" or cuda is None:
         return default(*arguments)
     if platform == "cuda":
         return cuda(*arguments)

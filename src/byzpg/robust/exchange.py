@@ -27,6 +27,7 @@ from byzpg.robust.components import (
     check_vectors,
     with_numbers,
     without_numbers,
+    zeros_for,
 )
 from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, repeated, squared_distances, stored
 from byzpg.robust.kernels import Rows, inner_products
@@ -380,7 +381,8 @@ def _receive(
     results, weights = shards.whole(here, len(receivers))
     defined = messages.has_own if setting.rule.needs_own and stands_for is not None else None
     if messages.has_combinations(setting.rule):
-        results = messages.shared.combine(results, stands_for, defined)
+        needs_centre = not isinstance(setting.rule, Mean)
+        results = messages.shared.combine(results, stands_for, defined, needs_centre=needs_centre)
     else:
         results = repeated(results, stands_for, defined)
     if weights is not None:
@@ -609,7 +611,6 @@ def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weight
         after = jnp.asarray(0.0)
     else:
         after = _diameter(_products_around(results[honest[0]], results, honest, setting.shards))
-        after = jnp.where(jnp.any(jnp.isnan(error[honest])), jnp.nan, after)
     return Diagnostics(
         error=error,
         honest_variance=2 * jnp.trace(products) / max(1, len(honest) - 1),
@@ -627,8 +628,10 @@ def _products_around(centre: Array, vectors: Array, chosen: Array, shards: Shard
         around = rows.joined - centre
         return dot(around, around.T)
 
-    in_kernel = shards.coordinates == 1 and rows.fit_kernels
-    return by_platform(cuda=partial(inner_products, rows, centre) if in_kernel else plain, default=plain)
+    def in_kernel() -> Array:
+        return inner_products(rows, centre, only_finite=False)
+
+    return by_platform(cuda=in_kernel if shards.coordinates == 1 and rows.fit_kernels else None, default=plain)
 
 
 def _diameter(inner: Array) -> Array:
@@ -661,8 +664,7 @@ def _in_groups(function: Callable[[Array], Any], receivers: Array, at_once: int,
 
     first = receivers[:group]
     function = jax.jit(function)  # so that it is traced once
-    shapes = jax.eval_shape(function, first)
-    none_yet = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    results = jax.tree.map(lambda leaf: jnp.zeros((num_receivers, *leaf.shape[1:]), leaf.dtype), shapes)
+    none_yet = zeros_for(function, first)
+    results = jax.tree.map(lambda leaf: jnp.zeros((num_receivers, *leaf.shape[1:]), leaf.dtype), none_yet)
     _, last, results = lax.fori_loop(0, num_groups, step, (first, none_yet, results))
     return stored(results, last, num_groups - 1)

@@ -102,7 +102,7 @@ def squared_distances(gram: Array) -> Array:
 
 
 def repeated(items: Array, stands_for: Array | None, defined: Array | None) -> Array:
-    """Return items[stands_for], with NaN where it is not `defined`; None means every item, and all of them."""
+    """Return items[stands_for], or all items in order, with NaN where they are not `defined`."""
     if stands_for is not None:
         items = items[stands_for]
     return items if defined is None else jnp.where(defined[:, None], items, jnp.nan)
@@ -180,7 +180,7 @@ class SharedRows:
 
     @staticmethod
     def around(
-        rows: kernels.Rows, usable: Array, *, first: Array, majority: int, num_common: int, on_one_device: bool = True
+        rows: kernels.Rows, usable: Array, *, first: Array, majority: int, num_common: int, on_one_device: bool
     ) -> "SharedRows":
         """Centre the rows on one of them that is near the majority.
 
@@ -208,7 +208,7 @@ class SharedRows:
             """Centre the rows on the proposed row, and check whether another one is much nearer to the majority."""
             index = search.proposal
             centre = jnp.where(usable[index], rows.vectors[rows.order[index]], 0)
-            inner = by_platform(centre, cuda=products_in_kernel if in_kernels else products, default=products)
+            inner = by_platform(centre, cuda=products_in_kernel if in_kernels else None, default=products)
             distances = squared_distances(inner[:candidates, :candidates])
             distances = jnp.where(eligible[:, None] & eligible[None, :], distances, jnp.inf)
             radius = kth_smallest(distances, majority - 1)
@@ -241,24 +241,27 @@ class SharedRows:
         def in_product() -> Array:
             return _towards_origin(self.centred, self.centre)
 
-        return by_platform(cuda=in_place if self.in_kernels else in_product, default=in_product)
+        return by_platform(cuda=in_place if self.in_kernels else None, default=in_product)
 
-    def combine(self, stored: Array, stands_for: Array | None, defined: Array | None) -> Array:
+    def combine(
+        self, stored: Array, stands_for: Array | None, defined: Array | None, *, needs_centre: bool = True
+    ) -> Array:
         """Return affine combinations of the rows, some of them repeatedly.
-
-        They are computed around the row with the largest coefficient, so that rules without distances need no search
-        for a centre.
 
         Args:
             stored: Coefficients u [m, c + 1] of the rows and the origin; the sum is Σ_j u_j x_j.
             stands_for: [n], which of the sums each result is; None for all of them in turn.
             defined: [n], which results are not NaN; None for all.
+            needs_centre: Whether to compute around the centre. A mean may as well be computed around one of its rows,
+                so that nothing is searched for a rule without distances.
 
         Returns:
             The results [n, d].
         """
-        index = jnp.argmax(stored[0, :-1])
-        centre = jnp.where(self.usable[index], self.rows.row(index), 0)
+        centre = self.centre
+        if not needs_centre:
+            index = jnp.argmax(jnp.nansum(stored[:, :-1], axis=0))
+            centre = jnp.where(self.usable[index], self.rows.row(index), 0)
 
         def in_kernel() -> Array:
             each = repeated(stored, stands_for, defined)
@@ -268,7 +271,7 @@ class SharedRows:
             total = dot(stored[:, :-1], _centred(self.raw, centre))
             return repeated(_around(centre, stored, total), stands_for, defined)
 
-        return by_platform(cuda=in_kernel if self.in_kernels else in_products, default=in_products)
+        return by_platform(cuda=in_kernel if self.in_kernels else None, default=in_products)
 
 
 @jax.tree_util.register_dataclass
@@ -373,6 +376,7 @@ class Cloud:
             first=jnp.argmax(usable),
             majority=majority,
             num_common=num_rows,
+            on_one_device=False,  # an attack may call a rule on rows that are divided among devices
         )
         # Every point is a shared row, in order. `of` would give the same, but its gathers take long to compile.
         origin = jnp.where(usable, shared.towards_origin(), 0)

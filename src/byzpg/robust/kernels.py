@@ -56,14 +56,21 @@ def _padded(number: int) -> int:
     return max(FEWEST, 1 << (number - 1).bit_length())
 
 
-def _tile(rows: Rows, dimension: int, order: Any, vectors: Any, more: Any, centre: Any, columns: Array) -> Any:
-    """These columns of all rows minus the centre, and of the centre; 0 where a row has no finite number.
+def _tile(rows: Rows, order: Any, vectors: Any, more: Any, centre: Any, columns: Array, only_finite: bool) -> Any:
+    """These columns of all rows minus the centre, and of the centre.
 
-    All but `rows`, which gives the shapes, are what the kernel reads.
+    Args:
+        rows: Their shapes.
+        order: Like the next three, a reference that the kernel reads.
+        vectors: See `Rows`.
+        more: See `Rows`.
+        centre: The centre.
+        columns: The columns.
+        only_finite: Whether numbers that are not finite are replaced by 0.
     """
     from jax.experimental.pallas import triton
 
-    num_first, places, inside = len(rows.order), jnp.arange(_padded(rows.number)), columns < dimension
+    num_first, places, inside = len(rows.order), jnp.arange(_padded(rows.number)), columns < rows.vectors.shape[1]
     is_first, is_more = places < num_first, (places >= num_first) & (places < rows.number)
     tile = triton.load(
         vectors.at[order[...][:, None], columns[None, :]], mask=is_first[:, None] & inside[None, :], other=0.0
@@ -76,14 +83,14 @@ def _tile(rows: Rows, dimension: int, order: Any, vectors: Any, more: Any, centr
         )
         tile = jnp.where(is_first[:, None], tile, after)
     around = triton.load(centre.at[columns], mask=inside, other=0.0)
-    holds = (is_first | is_more)[:, None] & (jnp.abs(tile) < jnp.inf)
+    holds = (is_first | is_more)[:, None] & (jnp.abs(tile) < jnp.inf if only_finite else inside[None, :])
     return jnp.where(holds, tile - around[None, :], 0.0), around
 
 
 def _read(rows: Rows) -> tuple[Array, ...]:
     """What `_tile` reads of the rows. An empty array cannot be read, so it is replaced."""
     order = jnp.pad(rows.order.astype(jnp.int32), (0, _padded(rows.number) - len(rows.order)))
-    return order, rows.vectors, rows.more if len(rows.more) else rows.vectors[:1]
+    return order, rows.vectors, rows.more if len(rows.more) else order
 
 
 def _whole(*arrays: Any) -> list[Any]:
@@ -92,12 +99,13 @@ def _whole(*arrays: Any) -> list[Any]:
     return [pl.BlockSpec(array.shape, lambda *_, array=array: (0,) * array.ndim) for array in arrays]
 
 
-def inner_products(rows: Rows, centre: Array, *, interpret: bool = False) -> Array:
-    """Return the inner products [c, c] of the rows minus the centre; what is not finite counts as 0."""
+def inner_products(rows: Rows, centre: Array, *, only_finite: bool = True, interpret: bool = False) -> Array:
+    """Return the inner products [c, c] of the rows minus the centre; what is not finite counts as 0, if so asked."""
     from jax.experimental import pallas as pl  # slow to import, and only GPUs need it
     from jax.experimental.pallas import triton
 
     size, dimension = _padded(rows.number), rows.vectors.shape[1]
+    given = *_read(rows), centre
     num_sums = min(NUM_SUMS, -(-dimension // SUMMED_COLUMNS))
     # Tensor cores, with three products for each: about as exact as float32, and four times faster.
     precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
@@ -107,7 +115,7 @@ def inner_products(rows: Rows, centre: Array, *, interpret: bool = False) -> Arr
 
         def add(turn: Array, total: Array) -> Array:
             columns = (turn * num_sums + number) * SUMMED_COLUMNS + jnp.arange(SUMMED_COLUMNS)
-            tile, _ = _tile(rows, dimension, order, vectors, more, centre, columns)
+            tile, _ = _tile(rows, order, vectors, more, centre, columns, only_finite)
             return total + lax.dot_general(tile, tile, (((1,), (1,)), ((), ())), precision=precision)
 
         turns = -(-dimension // (num_sums * SUMMED_COLUMNS))
@@ -116,12 +124,12 @@ def inner_products(rows: Rows, centre: Array, *, interpret: bool = False) -> Arr
     sums = pl.pallas_call(
         kernel,
         grid=(num_sums,),
-        in_specs=_whole(*_read(rows), centre),
+        in_specs=_whole(*given),
         out_specs=pl.BlockSpec((None, size, size), lambda i: (i, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((num_sums, size, size), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=SUMMED_WARPS, num_stages=2),
         interpret=interpret,
-    )(*_read(rows), centre)
+    )(*given)
     return jnp.sum(sums, axis=0)[: rows.number, : rows.number]
 
 
@@ -137,7 +145,7 @@ def combinations(coefficients: Array, share: Array, rows: Rows, centre: Array, *
 
     def kernel(coefficients: Any, share: Any, order: Any, vectors: Any, more: Any, centre: Any, results: Any) -> None:
         columns, places = pl.program_id(0) * COLUMNS + jnp.arange(COLUMNS), jnp.arange(size)
-        tile, around = _tile(rows, dimension, order, vectors, more, centre, columns)
+        tile, around = _tile(rows, order, vectors, more, centre, columns, only_finite=True)
         found = jnp.dot(coefficients[...], tile, precision=lax.Precision.HIGHEST)
         found += share[...][:, None] * around[None, :]
         mask = (places < number)[:, None] & (columns < dimension)[None, :]

@@ -1,7 +1,8 @@
 """What all aggregation and agreement rules share: the `Rule` interface, and the one way to apply a rule at a receiver.
 
-`apply_at_receiver` is that one way. `apply_rule` (a call from Python), `exchange` (the simulator) and the members of a
-real federation all end there, so they agree on which rows count and when a result is defined.
+`apply_at_receiver` is that one way, and `coefficients_at_receiver` the same without the sum. `apply_rule` (a call from
+Python), `exchange` (the simulator) and the members of a real federation all end there, so they agree on which rows
+count and when a result is defined.
 """
 
 from abc import ABC, abstractmethod
