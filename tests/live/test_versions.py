@@ -259,5 +259,29 @@ def test_a_member_restarts_at_the_meeting_before_a_new_manifest(tmp_path: Path) 
     assert again.protocol.silent_through == -1
 
 
+@pytest.mark.parametrize("sleeps", [0, 1, 2, 5])
+def test_a_member_that_is_cancelled_more_than_once_still_ends_its_server(tmp_path: Path, sleeps: int) -> None:
+    """While it starts, or while it ends; gRPC complains later, in the garbage collector, of a server that still runs."""
+    manifest = Manifest.load(RECORDING / "federation.toml")
+    (RECORDING / "alice.key").chmod(0o600)
+
+    async def run() -> LivePeer:
+        alice = member(manifest, RECORDING, tmp_path, 0)
+        running = asyncio.create_task(alice.run())
+        await asyncio.sleep(0)
+        while not running.done():
+            running.cancel()
+            for _ in range(sleeps):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert running.cancelled()
+        return alice
+
+    alice = asyncio.run(run())
+    alice.store.close()
+    alice.log.close()
+    assert not alice.links._server._server.is_running()
+
+
 if __name__ == "__main__":
     asyncio.run(record(Path(sys.argv[2])))

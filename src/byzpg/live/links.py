@@ -10,7 +10,7 @@ import asyncio
 import random
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -50,6 +50,20 @@ FRAME_SECONDS, BYTES_PER_SECOND = 2e-4, 5e8
 Received = Literal["useful", "useless", "bad"]
 # The environment can name a proxy for all names, and one for certain IP addresses, which has its own option.
 NO_PROXY = (("grpc.enable_http_proxy", 0), ("grpc.address_http_proxy_enabled_addresses", ""))
+
+
+async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Do all of this work, however often the caller is cancelled meanwhile; only then is it cancelled."""
+    task = asyncio.create_task(work)
+    cancelled = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 def channel_options(largest: int) -> list[tuple[str, Any]]:
@@ -283,7 +297,11 @@ class Links:
                 f"cannot listen: listen = {self.listen} names a port that is taken, or an address that this machine "
                 "does not have."
             )
-        await self._server.start()
+        try:
+            await uninterrupted(self._server.start())
+        except asyncio.CancelledError:
+            await self.close()
+            raise
         self._door_task = asyncio.create_task(self._door.keep())
         self._dialers = [
             asyncio.create_task(self._dial(other)) for other in range(self.own + 1, len(self.manifest.members))
@@ -314,18 +332,7 @@ class Links:
                 await asyncio.sleep(0.2)  # a written message may not have left yet
 
     async def close(self) -> None:
-        """End all connections, even if the caller is cancelled meanwhile.
-
-        Without that, gRPC would try to end its server in the garbage collector, when there is no event loop any more.
-        """
-        closing = asyncio.create_task(self._close())
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
-
-    async def _close(self) -> None:
+        """End all connections. Otherwise, gRPC's server would only end when no event loop is left to end it in."""
         tasks = [*self._dialers, *self._streams.values(), *self._passing.values()]
         tasks += [] if self._door_task is None else [self._door_task]
         for task in tasks:

@@ -23,7 +23,7 @@ import numpy as np
 
 from byzpg.live.amendment import Amendment, check_chain, is_due
 from byzpg.live.identity import PrivateIdentity
-from byzpg.live.links import ECHO_VERSION, Events, Links, Received
+from byzpg.live.links import ECHO_VERSION, Events, Links, Received, uninterrupted
 from byzpg.live.manifest import Manifest
 from byzpg.live.patience import Patience
 from byzpg.live.protocol import (
@@ -367,15 +367,17 @@ class LivePeer:
                     raise self._failure
                 await self.links.flush(FLUSH_SECONDS)
             finally:
-                tasks = worker, over, looking
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                await self.links.close()
-                self._disk.shutdown()
-                if self._failure is None:
-                    self._settle_mark()
-                self.log("end", state=self.status.state)
+                await uninterrupted(self._end(worker, over, looking))
+
+    async def _end(self, *tasks: asyncio.Task[Any]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.links.close()
+        self._disk.shutdown()
+        if self._failure is None:
+            self._settle_mark()
+        self.log("end", state=self.status.state)
 
     async def _work(self, pool: ThreadPoolExecutor) -> None:
         """Run the computations one after the other, and tell the protocol their results."""
