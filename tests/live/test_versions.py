@@ -261,7 +261,7 @@ def test_a_member_restarts_at_the_meeting_before_a_new_manifest(tmp_path: Path) 
 
 @pytest.mark.parametrize("sleeps", [0, 1, 2, 5])
 def test_a_member_that_is_cancelled_more_than_once_still_ends_its_server(tmp_path: Path, sleeps: int) -> None:
-    """While it starts, or while it ends; gRPC complains later, in the garbage collector, of a server that still runs."""
+    """While it starts or ends; gRPC would complain later, in the garbage collector, of a server that still runs."""
     manifest = Manifest.load(RECORDING / "federation.toml")
     (RECORDING / "alice.key").chmod(0o600)
 

@@ -425,6 +425,20 @@ def test_many_receivers_share_their_work(rule, size, group_bytes, monkeypatch):
             np.testing.assert_allclose(results[receiver], expected, rtol=1e-5, atol=1e-5, err_msg=f"{trial} {receiver}")
 
 
+def of_runs_alike(
+    vectors: jax.Array, attackers: tuple[int, ...], keys: jax.Array, num_byzantine: int
+) -> dict[str, Any]:
+    """A round of runs that differ in their vectors and keys only."""
+    return {
+        "num_byzantine": num_byzantine,
+        "phase": "gradients",
+        "vectors": vectors,
+        "byzantine": jnp.tile(jnp.asarray(attackers, int), (len(vectors), 1)),
+        "keys": keys,
+        "iteration": jnp.zeros(len(vectors), int),
+    }
+
+
 def test_a_server_has_what_an_honest_agent_has():
     """Where agents apply the same rule in the same program, the server's result is read off one of them."""
     attack, attackers = attacks.SignFlip(), (0, K - 1)  # agents that hold something else: their own true vectors
@@ -432,14 +446,7 @@ def test_a_server_has_what_an_honest_agent_has():
 
     @jax.jit
     def together(vectors, keys):
-        shared: Any = {
-            "num_byzantine": F,
-            "phase": "gradients",
-            "vectors": vectors,
-            "byzantine": jnp.tile(jnp.asarray(attackers), (2, 1)),
-            "keys": keys,
-            "iteration": jnp.zeros(2, int),
-        }
+        shared = of_runs_alike(vectors, attackers, keys, F)
         of_runs = with_numbers(without_numbers(attack)[0], [jnp.ones(2)])
         rounds = [
             module.Round.of(aggregators.MultiKrum(), of_runs, at_server=at_server, **shared)
@@ -469,14 +476,7 @@ def test_rounds_that_share_code_on_gpus(num_byzantine, monkeypatch):
 
     @jax.jit
     def together(vectors, keys):
-        shared: Any = {
-            "num_byzantine": num_byzantine,
-            "phase": "gradients",
-            "vectors": vectors,
-            "byzantine": jnp.asarray([attackers], int),
-            "keys": keys,
-            "iteration": jnp.zeros(1, int),
-        }
+        shared = of_runs_alike(vectors, attackers, keys, num_byzantine)
         rounds = []
         for attack, at_server in places:
             of_runs = with_numbers(

@@ -18,9 +18,8 @@ from byzpg.envs.loops import any_true
 from byzpg.envs.spaces import Discrete
 from byzpg.learning.policies import ACTIVATIONS, Numbers, Policy, Weights
 from byzpg.robust.attacks import Attack
+from byzpg.robust.kernels import rows_needed
 
-# Episodes per block, up to one warp: a matrix product in a kernel needs at least 16 rows.
-SMALLEST_BLOCK = 16
 LARGEST_HIDDEN = 64  # the matrix of a wider layer takes too many registers
 
 
@@ -138,7 +137,7 @@ class _Blocks:
 
     @property
     def size(self) -> int:
-        return min(max(_next_power_of_2(self.num_episodes), SMALLEST_BLOCK), BLOCK)
+        return min(rows_needed(self.num_episodes), BLOCK)  # up to one warp
 
     @property
     def number(self) -> int:
@@ -335,7 +334,7 @@ def _per_agent(setup: Setup, blocks: _Blocks, agents: Agents) -> _PerAgent:
     hidden, extra = [], 0
     for matrix, bias in layers:
         size = matrix.shape[-1]
-        more = max(_next_power_of_2(size), SMALLEST_BLOCK) - size
+        more = rows_needed(size) - size
         padded = jnp.pad(matrix, ((0, 0), (0, extra), (0, more))), jnp.pad(bias, ((0, 0), (0, more)))
         hidden.append(tuple(each[:, None] for each in padded))
         extra = more
@@ -371,7 +370,3 @@ def _outputs(policy: Policy, agent: _PerAgent, i: Array, observed: Numbers) -> N
             jnp.sum(values * row[i, :][None, :], axis=1) + bias for (row,), bias in zip(agent.last, biases, strict=True)
         )
     return tuple(jnp.tanh(output) for output in outputs) if policy.output_tanh else outputs
-
-
-def _next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()

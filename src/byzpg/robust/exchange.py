@@ -650,7 +650,7 @@ def _in_groups(function: Callable[[Array], Any], receivers: Array, at_once: int,
     def start(number: Array | int) -> Array:
         return jnp.clip(number * group, 0, num_receivers - group)  # the last group may overlap with the one before
 
-    def stored(results: Any, part: Any, number: Array | int) -> Any:
+    def written(results: Any, part: Any, number: Array | int) -> Any:
         return jax.tree.map(
             lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start(number), 0), results, part
         )
@@ -660,11 +660,11 @@ def _in_groups(function: Callable[[Array], Any], receivers: Array, at_once: int,
         # its results with the rule, and run that more slowly and on one thread.
         current, previous, results = carry
         following = lax.dynamic_slice_in_dim(receivers, start(number + 1), group)
-        return following, function(current), stored(results, previous, number - 1)
+        return following, function(current), written(results, previous, number - 1)
 
     first = receivers[:group]
     function = jax.jit(function)  # so that it is traced once
     none_yet = zeros_for(function, first)
     results = jax.tree.map(lambda leaf: jnp.zeros((num_receivers, *leaf.shape[1:]), leaf.dtype), none_yet)
     _, last, results = lax.fori_loop(0, num_groups, step, (first, none_yet, results))
-    return stored(results, last, num_groups - 1)
+    return written(results, last, num_groups - 1)

@@ -52,7 +52,8 @@ class Rows(NamedTuple):
         return self.number <= MOST and dimension >= SHORTEST and is_small and self.vectors.dtype == jnp.float32
 
 
-def _padded(number: int) -> int:
+def rows_needed(number: int) -> int:
+    """How many rows a kernel's matrix product needs for this number of rows: a power of two."""
     return max(FEWEST, 1 << (number - 1).bit_length())
 
 
@@ -70,7 +71,7 @@ def _tile(rows: Rows, order: Any, vectors: Any, more: Any, centre: Any, columns:
     """
     from jax.experimental.pallas import triton
 
-    num_first, places, inside = len(rows.order), jnp.arange(_padded(rows.number)), columns < rows.vectors.shape[1]
+    num_first, places, inside = len(rows.order), jnp.arange(rows_needed(rows.number)), columns < rows.vectors.shape[1]
     is_first, is_more = places < num_first, (places >= num_first) & (places < rows.number)
     tile = triton.load(
         vectors.at[order[...][:, None], columns[None, :]], mask=is_first[:, None] & inside[None, :], other=0.0
@@ -89,7 +90,7 @@ def _tile(rows: Rows, order: Any, vectors: Any, more: Any, centre: Any, columns:
 
 def _read(rows: Rows) -> tuple[Array, ...]:
     """What `_tile` reads of the rows. An empty array cannot be read, so it is replaced."""
-    order = jnp.pad(rows.order.astype(jnp.int32), (0, _padded(rows.number) - len(rows.order)))
+    order = jnp.pad(rows.order.astype(jnp.int32), (0, rows_needed(rows.number) - len(rows.order)))
     return order, rows.vectors, rows.more if len(rows.more) else order
 
 
@@ -104,7 +105,7 @@ def inner_products(rows: Rows, centre: Array, *, only_finite: bool = True, inter
     from jax.experimental import pallas as pl  # slow to import, and only GPUs need it
     from jax.experimental.pallas import triton
 
-    size, dimension = _padded(rows.number), rows.vectors.shape[1]
+    size, dimension = rows_needed(rows.number), rows.vectors.shape[1]
     given = *_read(rows), centre
     num_sums = min(NUM_SUMS, -(-dimension // SUMMED_COLUMNS))
     # Tensor cores, with three products for each: about as exact as float32, and four times faster.
@@ -139,8 +140,8 @@ def combinations(coefficients: Array, share: Array, rows: Rows, centre: Array, *
     from jax.experimental.pallas import triton
 
     number, dimension = len(coefficients), rows.vectors.shape[1]
-    size = _padded(number)
-    coefficients = jnp.pad(coefficients, ((0, size - number), (0, _padded(rows.number) - rows.number)))
+    size = rows_needed(number)
+    coefficients = jnp.pad(coefficients, ((0, size - number), (0, rows_needed(rows.number) - rows.number)))
     given = coefficients, jnp.pad(share, (0, size - number)), *_read(rows), centre
 
     def kernel(coefficients: Any, share: Any, order: Any, vectors: Any, more: Any, centre: Any, results: Any) -> None:
