@@ -54,11 +54,14 @@ PAPER: dict[str, Any] = {
     "estimator": GPOMDP(),
     "importance": ImportanceWeights(),
     "gate": 1.0,
+    "momentum": 0.0,
     "aggregator": RFA(),
     "agreement": MDA(),
     "rounds": 5,
     "output": "last",
 }
+# Options of presets that were added later, at the values that mean what byzpg did without them.
+FORMERLY: dict[str, Any] = {"momentum": 0.0}
 PRESETS: dict[str, dict[str, Any]] = {
     "tuned": PAPER
     | {
@@ -170,6 +173,9 @@ class Config:
     gate: float | Literal["health"] | None = None
     """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: the effective
     sample size."""
+    momentum: float | None = None
+    """Momentum β at the agents, in [0, 1): each sends m ← β m + (1 − β) ṽ instead of its estimate ṽ, and Adam has no first
+    moment. 0: no momentum."""
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Literal["adam", "sgd"] | None = None
@@ -263,6 +269,8 @@ class Config:
         if not isinstance(values, dict):
             raise ValueError(f"{source} must be a table of options, got {type(values).__name__}.")
         values = _with_present_names(values, source)
+        if all(values.get(option) is not None for option in PAPER.keys() - FORMERLY):  # then byzpg wrote this file
+            values = FORMERLY | values
         known = [option.name for option in fields(cls)]
         for option in values:
             if option not in known:
@@ -370,6 +378,7 @@ class Settings:
     estimator: Estimator
     importance: ImportanceWeights
     gate: float | Literal["health"]
+    momentum: float
     conventions: Conventions
     optimizer: Literal["adam", "sgd"]
     step_size: float
@@ -421,6 +430,7 @@ class Settings:
             estimator=self.estimator,
             importance=self.importance,
             gate=self.gate,
+            momentum=self.momentum or None,
             optimizer=self.optimizer,
             step_size=self.step_size,
             conventions=self.conventions,
@@ -494,6 +504,8 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
         raise ValueError(f"small_batch must be at most large_batch = {large}, got {small}.")
     if not 0 < values["step_size"] < inf:
         raise ValueError(f"step_size must be positive and finite, got {values['step_size']}.")
+    if not 0 <= values["momentum"] < 1:
+        raise ValueError(f"momentum must lie in [0, 1), got {values['momentum']}.")
     if values["gate"] != "health" and not 0 <= values["gate"] <= 1:
         raise ValueError(f"gate must lie in [0, 1], or be 'health'; got {values['gate']}.")
     if ALGORITHMS[values["algorithm"]].single and values["num_agents"] > 1:

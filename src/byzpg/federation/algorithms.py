@@ -48,6 +48,18 @@ class AgentState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class History:
+    """What an agent with momentum remembers of its own estimates, and of nobody else's.
+
+    A memory of aggregates would be shared: a lie that is repeated in every iteration would add up to its full effect.
+    """
+
+    mean: Array  # m_t [agent, d]
+    count: Array  # [agent], how many estimates it holds
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Sampled:
     """What an agent's episodes were like."""
 
@@ -63,7 +75,7 @@ class Agent(Component):
     A number may be an array [agent], for agents that differ in it.
     """
 
-    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "step_size")
+    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "momentum", "step_size")
 
     env: Task
     policy: Policy
@@ -74,6 +86,7 @@ class Agent(Component):
     estimator: Estimator
     importance: ImportanceWeights
     gate: Number | Literal["health"]  # β of the PAGE correction
+    momentum: Number | None  # β of the agents' histories; None: agents send their estimates as they are
     optimizer: Literal["adam", "sgd"]
     step_size: Number  # η
     conventions: Conventions
@@ -87,13 +100,22 @@ class Agent(Component):
         )
 
     def _transform(self, step_size: Number = 0.0) -> optax.GradientTransformation:
-        return {"adam": optax.adam, "sgd": optax.sgd}[self.optimizer](step_size)
+        if self.optimizer == "sgd":
+            return optax.sgd(step_size)
+        # A first moment on top of the agents' momentum would average twice, and learns more slowly than either.
+        return optax.adam(step_size, b1=0.9 if self.momentum is None else 0.0)
 
     def initial(self, parameters: Array) -> AgentState:
         """The state of agents that start from parameters [agent, d]."""
         return AgentState(
             parameters, parameters, jnp.zeros_like(parameters), jax.vmap(self._transform().init)(parameters)
         )
+
+    def initial_history(self, parameters: Array) -> History | None:
+        """The history of agents [agent, d] that have estimated nothing yet; None without momentum."""
+        if self.momentum is None:
+            return None
+        return History(jnp.zeros_like(parameters), jnp.zeros(len(parameters), jnp.int32))
 
     def play(self, parameters: Array, keys: Array, large: bool, attackers: PlayAttacks = ()) -> Episodes:
         """Play a batch of episodes with parameters [agent, d] and fresh keys [agent], under the attacks on play."""
@@ -130,6 +152,33 @@ class Agent(Component):
                 clock=clock,
             )
         return estimate, Sampled(episodes.returns, episodes.lengths, health)
+
+    def remember(self, history: History | None, estimate: Array) -> tuple[History | None, Array]:
+        """The history with one more estimate ṽ_t [agent, d], and the message that the agents send.
+
+        m_t = β m_{t−1} + (1 − β) ṽ_t, and the message is m_t/(1 − β^t) for the t-th estimate, which removes the weight
+        of m_0 = 0 (Karimireddy et al. 2021). Without momentum, the message is ṽ_t. A history skips estimates that are
+        not finite: they would never leave it.
+        """
+        if self.momentum is None or history is None:
+            return history, estimate
+        finite = jnp.all(jnp.isfinite(estimate), axis=1)
+        share, count = per_agent(self.momentum, 2), history.count + 1
+        mean = share * history.mean + (1 - share) * estimate
+        message = jnp.where(finite[:, None], mean / self._weight(count), estimate)
+        kept = History(jnp.where(finite[:, None], mean, history.mean), jnp.where(finite, count, history.count))
+        return kept, message
+
+    def recalled(self, direction: Array, count: Array) -> History | None:
+        """The history of agents [agent, d] that lost theirs: as if all their estimates had been `direction`."""
+        if self.momentum is None:
+            return None
+        return History(self._weight(count) * direction, count)
+
+    def _weight(self, count: Array) -> Array:
+        """The weight of `count` [agent] estimates in a history: 1 − β^count [agent, 1]."""
+        assert self.momentum is not None
+        return 1 - per_agent(self.momentum, 2) ** count[:, None]
 
     def advance(self, state: AgentState, own: Array, aggregated: Array) -> AgentState:
         """θ̃_{t+1} = θ_t + η v_t, or Adam's step along v_t; `own` is the agent's ṽ_t.

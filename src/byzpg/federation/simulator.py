@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from byzpg.envs.host import HostTask
 from byzpg.federation import devices
-from byzpg.federation.algorithms import Agent, AgentState, Federation, Sampled
+from byzpg.federation.algorithms import Agent, AgentState, Federation, History, Sampled
 from byzpg.federation.devices import BY_SEED, EVERYWHERE, QUICK_COMPILATION, ByAgent, ByCoordinate, layout, placed
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
 from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
@@ -41,6 +41,7 @@ class SimulationState:
     """All that continues one federation; arrays of agents lead with [seed, holder]."""
 
     agents: AgentState
+    histories: History | None  # of all agents, also those of a server [seed, agent, ...]
     output: Array  # θ_T̂ [seed, holder, d], once iteration T̂ has come
     iteration: Array
 
@@ -179,11 +180,12 @@ def _start(seeds: Array, codes: Federations) -> States:
     initial = jax.vmap(partial(agent.conventions.initial_parameters, agent.policy))(_keys(seeds, INITIAL))
 
     @cache  # federations that start alike start from the same arrays
-    def of(agent: Agent, num_holders: int) -> SimulationState:
+    def of(agent: Agent, num_holders: int, num_agents: int) -> SimulationState:
         agents = _split(agent.initial(jnp.repeat(initial, num_holders, axis=0)), len(seeds))
-        return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
+        histories = _split(agent.initial_history(jnp.repeat(initial, num_agents, axis=0)), len(seeds))
+        return SimulationState(agents, histories, agents.parameters, jnp.zeros((), jnp.int32))
 
-    return tuple(of(code.agent, code.num_holders) for code in codes)
+    return tuple(of(code.agent, code.num_holders, code.num_agents) for code in codes)
 
 
 @partial(jax.jit, static_argnames=("codes", "mesh"))
@@ -578,7 +580,9 @@ def _iteration(
         """What the players estimate; where the batch decides whether servers aggregate, also what they aggregate."""
         players = [_players(each.table, each.state, each.draws, batch_is_large) for each in iterations]
         results = by.for_agents(partial(estimates, batch_is_large), players)
-        found = [this.gradients(*result) for this, result in zip(iterations, results, strict=True)]
+        found = [
+            this.gradients(*result, large=batch_is_large) for this, result in zip(iterations, results, strict=True)
+        ]
         return _aggregated(iterations, found, at_servers, by) if both_sizes and batch_is_large else found
 
     found = _either(large, partial(estimated, True), partial(estimated, False))
@@ -594,7 +598,8 @@ def _iteration(
 class _Gradients:
     """The gradients of a table's players, later those of its holders of parameters, and what is known of them."""
 
-    own: Array  # [row, player, d]
+    histories: History | None  # of all agents [row, agent, ...]
+    own: Array  # what the players would send [row, player, d]
     aggregated: Array  # [row, holder, d]; `own` until there is an aggregate
     sampled: SampleMetrics
     exchanged: ExchangeMetrics
@@ -645,11 +650,16 @@ class _Iteration:
         code = self.table.code.agent
         return with_numbers(code, joined([without_numbers(each.agent)[1] for each in self.federations]))
 
-    def gradients(self, estimates: Array, sampled: Sampled) -> _Gradients:
+    def gradients(self, estimates: Array, sampled: Sampled, *, large: bool) -> _Gradients:
         """What the players estimated, before any message."""
         is_honest = self.draws.honest_players(estimates.shape[1])
         metrics = _sample_metrics(is_honest, sampled)
-        return _Gradients(estimates, estimates, metrics, ExchangeMetrics.none(self.num_rows))
+        histories = self.state.histories
+        if large or not self.table.code.centralized:  # a server that samples alone sends nothing
+            agent = _repeated(self.agent, self.table.code.num_agents)
+            found = agent.remember(_merge(histories), _merge(estimates))
+            histories, estimates = self.by.kept(_split(found, self.num_rows))
+        return _Gradients(histories, estimates, estimates, metrics, ExchangeMetrics.none(self.num_rows))
 
     def rounds(self, phase: Phase, vectors: Array, message_keys: Array) -> list[Round]:
         """The rounds of messages of each kind, for vectors [row, agent, d]."""
@@ -699,7 +709,8 @@ class _Iteration:
             diameter_before=diameters[0],
             diameter_after=diameters[1],
         )
-        return SimulationState(self.by.kept(_split(agents, num_rows)), state.output, state.iteration + 1), metrics
+        agents = self.by.kept(_split(agents, num_rows))
+        return SimulationState(agents, gradients.histories, state.output, state.iteration + 1), metrics
 
 
 def _repeated(agent: Agent, times: int) -> Agent:
