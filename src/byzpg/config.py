@@ -174,8 +174,8 @@ class Config:
     """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: the effective
     sample size."""
     momentum: float | None = None
-    """Momentum β at the agents, in [0, 1): each sends m ← β m + (1 − β) ṽ instead of its estimate ṽ, and Adam has no first
-    moment. 0: no momentum."""
+    """Momentum β at the agents, in [0, 1): each sends m ← β m + (1 − β) ṽ instead of its estimate ṽ; Adam then has no
+    first moment. 0: no momentum."""
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Literal["adam", "sgd"] | None = None

@@ -9,6 +9,9 @@ import pytest
 
 from byzpg import Config
 from byzpg.federation.algorithms import Agent
+from byzpg.robust.aggregators import TrimmedMean
+from byzpg.robust.attacks import ALIE
+from byzpg.robust.exchange import exchange
 
 STEP = 0.05
 KEY = jax.random.key(0)
@@ -36,7 +39,7 @@ def test_sgd_goes_up_the_direction_and_keeps_the_parameters_from_before() -> Non
 
 def test_adam_is_adam_upwards_with_a_state_of_its_own_for_each_agent() -> None:
     """Kingma & Ba 2015, β = (0.9, 0.999), ε = 1e-8, in float64."""
-    learner = agent(optimizer="adam")
+    learner = agent(optimizer="adam", momentum=0.0)
     first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
     state = learner.initial(first)
     expected, mean, square = np.asarray(first, float), 0.0, 0.0
@@ -47,6 +50,105 @@ def test_adam_is_adam_upwards_with_a_state_of_its_own_for_each_agent() -> None:
         expected = expected + STEP * (mean / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
         np.testing.assert_array_equal(state.previous, before)
     np.testing.assert_allclose(state.parameters, expected, rtol=1e-4, atol=1e-6)
+
+
+# Momentum
+
+SHARE = 0.7
+
+
+def test_a_history_is_the_mean_of_the_agents_own_estimates_weighted_by_their_age() -> None:
+    """m_t/(1 − β^t) = Σ_s (1 − β) β^(t−s) ṽ_s/(1 − β^t), in float64, whose weights add up to 1."""
+    learner = agent(momentum=SHARE)
+    estimates = draws(4, 6)
+    history = learner.initial_history(jnp.zeros((2, 6)))
+    for step, estimate in enumerate(estimates, start=1):
+        history, message = learner.remember(history, jnp.asarray(estimate))
+        weights = (1 - SHARE) * SHARE ** np.arange(step - 1.0, -1, -1) / (1 - SHARE**step)
+        assert np.isclose(weights.sum(), 1)
+        np.testing.assert_allclose(message, np.einsum("s,sad->ad", weights, estimates[:step]), rtol=1e-5, atol=1e-6)
+
+
+def test_without_momentum_the_message_is_the_estimate() -> None:
+    learner, estimate = agent(momentum=0.0), jnp.asarray(draws(1, 6)[0])
+    assert learner.initial_history(estimate) is None
+    assert learner.recalled(estimate, jnp.zeros(2, int)) is None
+    history, message = learner.remember(None, estimate)
+    assert history is None
+    assert message is estimate
+
+
+def test_an_estimate_that_is_not_finite_is_sent_and_forgotten() -> None:
+    learner, estimates = agent(momentum=SHARE), draws(3, 6)
+    spoiled = estimates.copy()
+    spoiled[1, 0, 2] = np.nan
+    history = learner.initial_history(jnp.zeros((2, 6)))
+    messages = []
+    for estimate in spoiled:
+        history, message = learner.remember(history, jnp.asarray(estimate))
+        messages.append(np.asarray(message))
+    assert np.isnan(messages[1][0, 2])
+    assert np.all(np.isfinite(messages[2]))
+    # The first agent's history has two estimates now, the second one's three.
+    np.testing.assert_allclose(
+        messages[2][0], (SHARE * estimates[0, 0] + estimates[2, 0]) / (1 + SHARE), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_history_that_was_lost_continues_from_a_direction() -> None:
+    learner = agent(momentum=SHARE)
+    direction, estimate = map(jnp.asarray, draws(2, 6))
+    recalled = learner.recalled(direction, jnp.full(2, 5))
+    assert recalled is not None
+    history, message = learner.remember(recalled, estimate)
+    weight = (1 - SHARE) / (1 - SHARE**6)
+    np.testing.assert_allclose(message, (1 - weight) * direction + weight * estimate, rtol=1e-5, atol=1e-6)
+    assert history is not None
+    np.testing.assert_array_equal(history.count, 6)
+
+
+def test_with_momentum_adam_has_no_first_moment() -> None:
+    learner = agent(optimizer="adam", momentum=SHARE)
+    first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
+    state, square, expected = learner.initial(first), 0.0, np.asarray(first, float)
+    for step, direction in enumerate(draws(3, first.shape[1]), start=1):
+        state = learner.advance(state, jnp.zeros_like(first), jnp.asarray(direction))
+        square = 0.999 * square + 0.001 * np.square(direction, dtype=float)
+        expected = expected + STEP * direction / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
+    np.testing.assert_allclose(state.parameters, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_attackers_cannot_hide_in_the_noise_of_agents_with_private_histories(private: bool) -> None:
+    """ALIE shifts the aggregate by the spread between honest agents, in the same direction in every iteration.
+
+    Private histories shrink that spread before the rule is applied. A history of aggregates, which all agents share,
+    must fail: the same shift, iteration after iteration, becomes a shift of the whole history.
+    """
+    learner, num_agents, num_attackers, truth = agent(momentum=0.9), 13, 3, 1.0
+    noise = np.random.default_rng(0).normal(size=(60, num_agents, 40))
+    rule, attack = TrimmedMean(), ALIE(1.5)
+    histories = learner.initial_history(jnp.zeros((num_agents, 40)))
+    shared = learner.initial_history(jnp.zeros((1, 40)))
+    found = []
+    for iteration, each in enumerate(truth + noise):
+        vectors = jnp.asarray(each, jnp.float32)
+        if private:
+            histories, vectors = learner.remember(histories, vectors)
+        aggregated = exchange(
+            rule,
+            vectors,
+            byzantine=tuple(range(num_agents - num_attackers, num_agents)),
+            attack=attack,
+            num_byzantine=num_attackers,
+            key=jax.random.fold_in(KEY, iteration),
+            at_server=True,
+        )[0]
+        if not private:
+            shared, aggregated = learner.remember(shared, jnp.reshape(aggregated, (1, -1)))
+        found.append(np.mean(aggregated) - truth)
+    error = abs(np.mean(found[30:]))
+    assert error < 0.15 if private else error > 0.3, error
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
