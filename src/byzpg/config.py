@@ -16,7 +16,7 @@ from byzpg._registry import fits, parse, type_name
 from byzpg.envs.spaces import Box
 from byzpg.federation.algorithms import ALGORITHMS, Agent, Federation
 from byzpg.federation.schedule import Conventions, Schedule
-from byzpg.learning.gradients import GPOMDP, REINFORCE, Estimator, ImportanceWeights
+from byzpg.learning.gradients import GPOMDP, REINFORCE, Correction, Estimator, HessianVector, ImportanceWeights
 from byzpg.learning.policies import Policy, policy_for
 from byzpg.robust.aggregators import NNM, RFA, Aggregator, Mean, TrimmedMean
 from byzpg.robust.agreement import MDA, Agreement, NoAgreement
@@ -55,13 +55,14 @@ PAPER: dict[str, Any] = {
     "importance": ImportanceWeights(),
     "gate": 1.0,
     "momentum": 0.0,
+    "transport": False,
     "aggregator": RFA(),
     "agreement": MDA(),
     "rounds": 5,
     "output": "last",
 }
 # Options of presets that were added later, at the values that mean what byzpg did without them.
-FORMERLY: dict[str, Any] = {"momentum": 0.0}
+FORMERLY: dict[str, Any] = {"momentum": 0.0, "transport": False}
 PRESETS: dict[str, dict[str, Any]] = {
     "tuned": PAPER
     | {
@@ -110,7 +111,7 @@ FAMILY_OF = {
     "aggregator": "aggregator",
     "agreement": "agreement",
     "estimator": "estimator",
-    "importance": "importance weights",
+    "importance": "correction",
 }
 
 
@@ -168,14 +169,17 @@ class Config:
     """Probability p of a large batch, in (0, 1]; theory: 1/N."""
     estimator: Estimator | str | None = None
     """Gradient estimator: GPOMDP or REINFORCE, each with baseline='none' or 'leave-one-out'."""
-    importance: ImportanceWeights | str | None = None
-    """Importance weights: ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number, floor=0)."""
+    importance: Correction | str | None = None
+    """Correction of small batches: ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number,
+    floor=0), DefensiveSampling(mode=...) or HessianVector."""
     gate: float | Literal["health"] | None = None
     """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: the effective
     sample size."""
     momentum: float | None = None
     """Momentum β at the agents, in [0, 1): each sends m ← β m + (1 − β) ṽ instead of its estimate ṽ; Adam then has no
     first moment. 0: no momentum."""
+    transport: bool | None = None
+    """Play large batches ahead of the parameters, so that the agents' momentum does not lag behind them (N-PG-IGT)."""
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Literal["adam", "sgd"] | None = None
@@ -376,9 +380,10 @@ class Settings:
     small_batch: int
     switch_probability: float
     estimator: Estimator
-    importance: ImportanceWeights
+    importance: Correction
     gate: float | Literal["health"]
     momentum: float
+    transport: bool
     conventions: Conventions
     optimizer: Literal["adam", "sgd"]
     step_size: float
@@ -431,6 +436,7 @@ class Settings:
             importance=self.importance,
             gate=self.gate,
             momentum=self.momentum or None,
+            transport=self.transport,
             optimizer=self.optimizer,
             step_size=self.step_size,
             conventions=self.conventions,
@@ -518,7 +524,13 @@ def _check_components(values: Mapping[str, Any]) -> None:
     )
     estimator, importance = values["estimator"], values["importance"]
     estimator.check(values["small_batch"])
-    if isinstance(estimator, REINFORCE) and importance.mode == "per-decision":
+    if values["small_batch"] % importance.num_points:
+        raise ValueError(f"{importance} plays equal parts of a small batch: small_batch must be even.")
+    if isinstance(importance, HessianVector) and values["gate"] != 1:
+        raise ValueError(f"{importance} corrects v̂ as a whole: gate must be 1, got {values['gate']}.")
+    if values["transport"] and not values["momentum"]:
+        raise ValueError("transport keeps momentum from lagging behind: set momentum, or leave transport out.")
+    if isinstance(estimator, REINFORCE) and importance.weighs_rewards:
         raise ValueError(f"{importance} weighs rewards one by one, which {estimator} does not: use GPOMDP.")
     values["aggregator"].check(num_agents, num_byzantine)
     if values["rounds"]:

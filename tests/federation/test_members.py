@@ -34,9 +34,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     estimate = Agent.estimate
 
-    def recorded(self: Agent, state: Any, episodes: Any, large: bool) -> Any:
+    def recorded(self: Agent, state: Any, points: Any, episodes: Any, large: bool) -> Any:
         sizes.append(len(episodes.returns))
-        return estimate(self, state, episodes, large)
+        return estimate(self, state, points, episodes, large)
 
     monkeypatch.setattr(Agent, "estimate", recorded)
     return sizes

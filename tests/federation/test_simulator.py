@@ -145,8 +145,8 @@ def both_estimates(
     state = AgentState(parameters, previous, direction, ())
 
     def of_batch(large: bool) -> jax.Array:
-        episodes = agent.play(parameters, key[None], large)
-        return agent.estimate(state, episodes, large)[0][0]
+        points = agent.points(state, key[None], large)
+        return agent.estimate(state, points, agent.play(points, key[None], large), large)[0][0]
 
     return of_batch(True), of_batch(False)
 

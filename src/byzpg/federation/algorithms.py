@@ -19,10 +19,11 @@ from jax import Array
 from byzpg.envs import Task
 from byzpg.federation.schedule import Conventions
 from byzpg.learning.gradients import (
+    Correction,
     Estimator,
     Health,
-    ImportanceWeights,
     Number,
+    SmallBatch,
     corrected_gradient,
     gradient,
     per_agent,
@@ -84,9 +85,10 @@ class Agent(Component):
     large_batch: int  # N
     small_batch: int  # B
     estimator: Estimator
-    importance: ImportanceWeights
+    importance: Correction
     gate: Number | Literal["health"]  # β of the PAGE correction
     momentum: Number | None  # β of the agents' histories; None: agents send their estimates as they are
+    transport: bool  # whether agents with momentum play ahead of θ_t, so that their histories do not lag behind it
     optimizer: Literal["adam", "sgd"]
     step_size: Number  # η
     conventions: Conventions
@@ -95,7 +97,7 @@ class Agent(Component):
     def shared(self) -> tuple[Any, ...]:
         """What the agents of one simulation must have in common: all that shapes their episodes, θ_0 and the coin."""
         return (
-            *(self.env, self.policy, self.horizon, self.large_batch, self.small_batch),
+            *(self.env, self.policy, self.horizon, self.large_batch, self.small_batch, self.importance.num_points),
             *self.conventions.shared,
         )
 
@@ -117,39 +119,65 @@ class Agent(Component):
             return None
         return History(jnp.zeros_like(parameters), jnp.zeros(len(parameters), jnp.int32))
 
-    def play(self, parameters: Array, keys: Array, large: bool, attackers: PlayAttacks = ()) -> Episodes:
-        """Play a batch of episodes with parameters [agent, d] and fresh keys [agent], under the attacks on play."""
-        return play(
+    def points(self, state: AgentState, keys: Array, large: bool) -> Array:
+        """The parameters [agent, point, d] with which agents with fresh keys [agent] play equal parts of a batch.
+
+        θ_t, unless the correction of small batches says otherwise. With transport, a large batch is played with
+        θ_t + β/(1 − β) (θ_t − θ_{t−1}): where J is quadratic, the mean of such a history is ∇J(θ_t) (Fatkhullin et al.
+        2023, N-PG-IGT).
+        """
+        if not large:
+            return self.importance.points(state.parameters, state.previous, keys)
+        if not self.transport:
+            return state.parameters[:, None]
+        assert self.momentum is not None
+        share = per_agent(self.momentum, 2)
+        return (state.parameters + share / (1 - share) * (state.parameters - state.previous))[:, None]
+
+    def play(self, points: Array, keys: Array, large: bool, attackers: PlayAttacks = ()) -> Episodes:
+        """Play a batch of episodes with `points` [agent, point, d] and fresh keys [agent], under attacks on play."""
+        num_agents, num_points, dimension = points.shape
+        num_episodes = self.large_batch if large else self.small_batch
+        if num_points > 1:
+            keys = jax.vmap(lambda key: jax.random.split(key, num_points))(keys).reshape(-1)
+            attackers = [(attack, jnp.repeat(mask, num_points)) for attack, mask in attackers]
+        episodes = play(
             self.env,
             self.policy,
-            parameters,
+            points.reshape(-1, dimension),
             keys,
-            num_episodes=self.large_batch if large else self.small_batch,
+            num_episodes=num_episodes // num_points,
             horizon=self.horizon,
             attackers=attackers,
         )
 
-    def estimate(self, state: AgentState, episodes: Episodes, large: bool) -> tuple[Array, Sampled]:
-        """Estimate the gradient ṽ_t [agent, d] from the agents' episodes.
+        def of_agents(leaf: Array) -> Array:
+            return leaf.reshape(num_agents, num_episodes, *leaf.shape[2:]) if leaf.ndim else leaf
+
+        return jax.tree.map(of_agents, episodes)
+
+    def estimate(self, state: AgentState, points: Array, episodes: Episodes, large: bool) -> tuple[Array, Sampled]:
+        """Estimate the gradient ṽ_t [agent, d] from the agents' episodes, played with `points` [agent, point, d].
 
         Large: ṽ = (1/N) Σ g(τ_i|θ_t). Small: the PAGE correction of v̂_{t−1} by B episodes.
         """
         clock = Clock(self.horizon)
         if large:
-            estimate = gradient(self.policy, state.parameters, episodes, self.estimator, self.discount, clock)
+            estimate = gradient(self.policy, points[:, 0], episodes, self.estimator, self.discount, clock)
             health = Health.perfect(len(state.parameters))
         else:
-            estimate, health = corrected_gradient(
-                self.policy,
-                state.parameters,
-                episodes,
+            batch = SmallBatch(
+                policy=self.policy,
+                parameters=state.parameters,
                 previous=state.previous,
-                direction=state.direction,
+                played=points,
+                episodes=episodes,
                 estimator=self.estimator,
-                importance=self.importance,
-                gate=self.gate,
                 discount=self.discount,
                 clock=clock,
+            )
+            estimate, health = corrected_gradient(
+                batch, direction=state.direction, importance=self.importance, gate=self.gate
             )
         return estimate, Sampled(episodes.returns, episodes.lengths, health)
 

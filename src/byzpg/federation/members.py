@@ -398,11 +398,12 @@ class _Player:
         """The estimate [1, d] of one agent from a batch of its own, with the random numbers of agent `index`."""
         agent, keys = self.agent, self.stream(iteration, play_stream(index))[None]
         attack = attack if attack is not None and attack.poisons_play else None
+        points = _points(agent, state, keys, large)
         if isinstance(agent.env, HostTask):
-            episodes = agent.play(state.parameters, keys, large, _on_play(attack))
+            episodes = agent.play(points, keys, large, _on_play(attack))
         else:
-            episodes = _play(agent, state.parameters, keys, large, attack)
-        return _estimate(agent, large, self.as_simulated, state, episodes)
+            episodes = _play(agent, points, keys, large, attack)
+        return _estimate(agent, large, self.as_simulated, state, points, episodes)
 
 
 def _vectors(tree: Any) -> list[Any]:
@@ -425,9 +426,14 @@ def _restored(tree: Any, iteration: int, vectors: np.ndarray, dimension: int) ->
 _stream_key = jax.jit(iteration_stream)
 
 
+@partial(jax.jit, static_argnames=("agent", "large"), compiler_options=QUICK_COMPILATION)
+def _points(agent: Agent, state: AgentState, keys: Array, large: bool) -> Array:
+    return agent.points(state, keys, large)
+
+
 @partial(jax.jit, static_argnames=("agent", "large", "attack"), compiler_options=QUICK_COMPILATION)
-def _play(agent: Agent, parameters: Array, keys: Array, large: bool, attack: Attack | None) -> Episodes:
-    return agent.play(parameters, keys, large, _on_play(attack))
+def _play(agent: Agent, points: Array, keys: Array, large: bool, attack: Attack | None) -> Episodes:
+    return agent.play(points, keys, large, _on_play(attack))
 
 
 def _on_play(attack: Attack | None) -> PlayAttacks:
@@ -436,12 +442,14 @@ def _on_play(attack: Attack | None) -> PlayAttacks:
 
 
 @partial(jax.jit, static_argnames=("agent", "large", "as_simulated"), compiler_options=QUICK_COMPILATION)
-def _estimate(agent: Agent, large: bool, as_simulated: bool, state: AgentState, episodes: Episodes) -> Any:
+def _estimate(
+    agent: Agent, large: bool, as_simulated: bool, state: AgentState, points: Array, episodes: Episodes
+) -> Any:
     if as_simulated:  # in a batch of two, whose products are rounded as those of any other batch
-        state, episodes = jax.tree.map(
-            lambda leaf: jnp.concatenate([leaf, leaf]) if leaf.ndim else leaf, (state, episodes)
+        state, points, episodes = jax.tree.map(
+            lambda leaf: jnp.concatenate([leaf, leaf]) if leaf.ndim else leaf, (state, points, episodes)
         )
-    return agent.estimate(state, episodes, large)
+    return agent.estimate(state, points, episodes, large)
 
 
 @partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)

@@ -346,10 +346,10 @@ def _run_on_host(
             continue
         large = batch == LARGE
         # One device: the policies of one time step are too little work to divide.
-        players = jax.device_put(_players_now(states, keys, codes, large), mesh.devices.flat[0])
+        now = _players_now(states, keys, numbers, codes=codes, large=large)
+        players, points = jax.device_put(now, mesh.devices.flat[0])
         attacks = _attacks_on_play(_tables(codes), [players], len(keys.attackers))
-        parameters, play_keys = _merge((players.agents.parameters, players.keys))
-        episodes = codes[0].agent.play(parameters, play_keys, large, attacks)
+        episodes = codes[0].agent.play(points, _merge(players.keys), large, attacks)
         states, (entry,) = _run_iteration(
             states,
             keys,
@@ -491,9 +491,16 @@ def _players(table: _Table, state: SimulationState, draws: Draws, large: bool) -
 
 
 @partial(jax.jit, static_argnames=("codes", "large"))
-def _players_now(states: States, keys: Keys, codes: Federations, large: bool) -> Players:
-    (table,) = tables = _tables(codes)
-    return _players(table, states[0], _draws(tables, states[0].iteration, keys)[0], large)
+def _players_now(
+    states: States, keys: Keys, numbers: Array, *, codes: Federations, large: bool
+) -> tuple[Players, Array]:
+    """The players of one federation, and the parameters with which they play [row × player, point, d]."""
+    (table,), (state,) = tables, _ = _tables(codes), states
+    (draws,) = _draws(tables, state.iteration, keys)
+    this = _Iteration(table, table.with_numbers(numbers, len(keys.attackers)), ByAgent(), state, draws)
+    players = _players(table, state, draws, large)
+    merged, agent = _merge(players), _repeated(this.agent, table.code.num_players(large))
+    return players, agent.points(merged.agents, merged.keys, large)
 
 
 def _attacks_on_play(tables: tuple[_Table, ...], players: list[Players], num_seeds: int) -> PlayAttacks:
@@ -531,15 +538,16 @@ def _estimates(
     played = _separated(episodes, sizes) if len(groups) > 1 else []
     results: dict[int, tuple[Array, Sampled]] = {}
     for code, members in groups.items():
-        states = joined([players[index] for index in members]).agents
+        together = joined([players[index] for index in members])
         agent = with_numbers(code, joined([separated[index][1] for index in members]))
         theirs = joined([played[index] for index in members]) if played else episodes
-        found = agent.estimate(states, theirs, large)
+        points = agent.points(together.agents, together.keys, large)
+        found = agent.estimate(together.agents, points, theirs, large)
         results |= zip(members, _separated(found, [sizes[index] for index in members]), strict=True)
     return [results[index] for index in range(len(agents))]
 
 
-# Plays a batch: parameters, keys, whether it is large, and the attacks on play.
+# Plays a batch: parameters [player, point, d], keys, whether it is large, and the attacks on play.
 Play = Callable[[Array, Array, bool, PlayAttacks], Episodes]
 
 
@@ -566,13 +574,17 @@ def _iteration(
         """The estimates [row, player, d] of some players of each table, and what they sampled."""
         attacks = _attacks_on_play(tables, players, num_seeds)
         players = _merge(players)
-        # Not whole players: the optimizers of other tables may have other states.
-        parameters, play_keys = joined([(each.agents.parameters, each.keys) for each in players])
-        episodes = play(parameters, play_keys, batch_is_large, attacks)
         agents = [
             _repeated(this.agent, len(each.keys) // this.num_rows)
             for this, each in zip(iterations, players, strict=True)
         ]
+        points, play_keys = joined(
+            [
+                (agent.points(each.agents, each.keys, batch_is_large), each.keys)
+                for agent, each in zip(agents, players, strict=True)
+            ]
+        )
+        episodes = play(points, play_keys, batch_is_large, attacks)
         results = stored(_estimates(agents, players, episodes, batch_is_large))
         return [_split(result, this.num_rows) for this, result in zip(iterations, results, strict=True)]
 
