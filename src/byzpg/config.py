@@ -14,7 +14,7 @@ import jax
 from byzpg import envs
 from byzpg._registry import fits, parse, type_name
 from byzpg.envs.spaces import Box
-from byzpg.federation.algorithms import ALGORITHMS, Agent, Federation
+from byzpg.federation.algorithms import ALGORITHMS, Agent, Federation, Optimizer
 from byzpg.federation.schedule import Conventions, Schedule
 from byzpg.learning.gradients import GPOMDP, REINFORCE, Correction, Estimator, HessianVector, ImportanceWeights
 from byzpg.learning.policies import Policy, policy_for
@@ -130,7 +130,7 @@ class Config:
     env: str = "CartPole-v1"
     """Task: one of `byzpg list`, gymnasium:ID, envpool:ID, or your own as module:factory."""
     algorithm: str = "DecByzPG"
-    """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG or DecByzPG."""
+    """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG, DecByzPG, or for comparison SVRPG, FedPG-BR or N-PG-IGT."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
     """Source of all other defaults: tuned (learns fastest), paper (its table), theory (its theorems), script (the
     authors' code)."""
@@ -182,8 +182,8 @@ class Config:
     """Play large batches ahead of the parameters, so that the agents' momentum does not lag behind them (N-PG-IGT)."""
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
-    optimizer: Literal["adam", "sgd"] | None = None
-    """Optimizer: Adam, or plain SGD as in the theory."""
+    optimizer: Optimizer | None = None
+    """Optimizer: adam, plain sgd as in the theory, or normalized: steps of length η."""
     step_size: float | None = None
     """Step size η."""
 
@@ -227,7 +227,14 @@ class Config:
         if preset not in PRESETS:
             raise ValueError(unknown("preset", preset, PRESETS))
         task = find_task(env)
-        values = {**_task_defaults(env, preset), **self._neutral_options(name), **given, "algorithm": name}
+        values = {
+            **_task_defaults(env, preset),
+            **ALGORITHMS[name].defaults,
+            **ALGORITHMS[name].fixed,
+            **self._neutral_options(name),
+            **given,
+            "algorithm": name,
+        }
         if task is not None and values.setdefault("horizon", task.horizon) is None:
             raise ValueError(f"{env} does not limit the length of its episodes: set horizon, in steps.")
         for option, family in FAMILY_OF.items():
@@ -385,7 +392,7 @@ class Settings:
     momentum: float
     transport: bool
     conventions: Conventions
-    optimizer: Literal["adam", "sgd"]
+    optimizer: Optimizer
     step_size: float
     policy: Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
@@ -437,6 +444,7 @@ class Settings:
             gate=self.gate,
             momentum=self.momentum or None,
             transport=self.transport,
+            anchored=algorithm.anchored,
             optimizer=self.optimizer,
             step_size=self.step_size,
             conventions=self.conventions,
@@ -514,6 +522,12 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
         raise ValueError(f"momentum must lie in [0, 1), got {values['momentum']}.")
     if values["gate"] != "health" and not 0 <= values["gate"] <= 1:
         raise ValueError(f"gate must lie in [0, 1], or be 'health'; got {values['gate']}.")
+    for option, value in ALGORITHMS[values["algorithm"]].fixed.items():
+        if values[option] != value:
+            raise ValueError(
+                f"{option} must be {value!r} with {values['algorithm']}, got {values[option]!r}: leave it out, or use "
+                "another algorithm."
+            )
     if ALGORITHMS[values["algorithm"]].single and values["num_agents"] > 1:
         raise ValueError(f"{values['algorithm']} is one agent alone: num_agents must be 1, got {values['num_agents']}.")
 

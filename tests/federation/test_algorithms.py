@@ -1,5 +1,6 @@
 """The agent's own steps, against their definitions."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ def test_sgd_goes_up_the_direction_and_keeps_the_parameters_from_before() -> Non
     learner = agent(optimizer="sgd")
     first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
     (direction,) = draws(1, first.shape[1])
-    state = learner.advance(learner.initial(first), jnp.zeros_like(first), jnp.asarray(direction))
+    state = learner.advance(learner.initial(first), jnp.zeros_like(first), jnp.asarray(direction), True)
     np.testing.assert_allclose(state.parameters, first + STEP * direction, rtol=1e-6)
     np.testing.assert_array_equal(state.previous, first)
     np.testing.assert_array_equal(state.direction, direction)
@@ -45,11 +46,75 @@ def test_adam_is_adam_upwards_with_a_state_of_its_own_for_each_agent() -> None:
     expected, mean, square = np.asarray(first, float), 0.0, 0.0
     for step, direction in enumerate(draws(4, first.shape[1]), start=1):
         before = state.parameters
-        state = learner.advance(state, jnp.zeros_like(first), jnp.asarray(direction))
+        state = learner.advance(state, jnp.zeros_like(first), jnp.asarray(direction), True)
         mean, square = 0.9 * mean + 0.1 * direction, 0.999 * square + 0.001 * np.square(direction, dtype=float)
         expected = expected + STEP * (mean / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
         np.testing.assert_array_equal(state.previous, before)
     np.testing.assert_allclose(state.parameters, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_normalized_steps_have_the_length_of_the_step_size() -> None:
+    learner = agent(optimizer="normalized", momentum=0.0)
+    first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
+    (direction,) = draws(1, first.shape[1])
+    state = learner.advance(learner.initial(first), jnp.zeros_like(first), jnp.asarray(direction), True)
+    step = STEP * direction / np.linalg.norm(direction, axis=1, keepdims=True)
+    np.testing.assert_allclose(state.parameters, first + step, rtol=1e-5, atol=1e-6)
+    still = learner.advance(state, jnp.zeros_like(first), jnp.zeros_like(first), True)
+    np.testing.assert_array_equal(still.parameters, state.parameters)
+
+
+@pytest.mark.parametrize(("algorithm", "anchored"), [("SVRPG", True), ("PAGE-PG", False)])
+def test_small_batches_of_svrpg_correct_the_last_large_batch(algorithm: str, anchored: bool) -> None:
+    learner = agent(algorithm=algorithm, optimizer="sgd")
+    first = learner.initial(jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2)))
+    large, small = map(jnp.asarray, draws(2, first.parameters.shape[1]))
+    at_large = learner.advance(first, large, large, True)
+    at_small = learner.advance(at_large, small, small, False)
+    np.testing.assert_array_equal(at_small.previous, first.parameters if anchored else at_large.parameters)
+    np.testing.assert_array_equal(at_small.direction, large if anchored else small)
+
+
+def test_transport_plays_ahead_of_the_parameters() -> None:
+    learner = agent(momentum=0.75, transport=True, optimizer="sgd")
+    first = learner.initial(jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2)))
+    keys = jax.random.split(KEY, 2)
+    np.testing.assert_array_equal(learner.points(first, keys, large=True)[:, 0], first.parameters)
+    (direction,) = map(jnp.asarray, draws(1, first.parameters.shape[1]))
+    state = learner.advance(first, direction, direction, True)
+    ahead = state.parameters + 3 * (state.parameters - first.parameters)
+    np.testing.assert_allclose(learner.points(state, keys, large=True)[:, 0], ahead, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(learner.points(state, keys, large=False)[:, 0], state.parameters)
+
+
+def test_transport_keeps_a_history_from_lagging_behind_where_the_return_is_quadratic() -> None:
+    """∇J(θ) = −θ: with it, the message is ∇J(θ_t); without it, one of earlier parameters."""
+
+    def lag(transport: bool) -> float:
+        learner = agent(momentum=0.75, transport=transport, optimizer="sgd")
+        state = learner.initial(jnp.asarray(draws(1, learner.policy.dimension)[0]))
+        history, message = learner.initial_history(state.parameters), state.parameters
+        for _ in range(60):
+            points = learner.points(state, jax.random.split(KEY, 2), large=True)[:, 0]
+            history, message = learner.remember(history, -points)
+            before, state = state, learner.advance(state, message, message, True)
+        return float(np.linalg.norm(message + before.parameters) / np.linalg.norm(before.parameters))
+
+    assert lag(transport=True) < 0.02
+    assert lag(transport=False) > 0.1
+
+
+def test_half_of_a_defensive_batch_is_played_with_the_previous_parameters() -> None:
+    """By agents whose policies can be told apart: one always moves left, one always right."""
+    learner = agent(importance="DefensiveSampling", small_batch=4)
+    zeros = jnp.zeros((2, learner.policy.dimension))
+    left, right = zeros.at[:, -2].set(50.0), zeros.at[:, -1].set(50.0)  # the last layer's biases
+    state = replace(learner.initial(left), previous=right)
+    keys = jax.random.split(KEY, 2)
+    episodes = learner.play(learner.points(state, keys, large=False), keys, large=False)
+    assert episodes.lengths.shape == (2, 4)
+    actions = np.asarray(episodes.actions)[:, :, 0]
+    np.testing.assert_array_equal(actions, [[0, 0, 1, 1]] * 2)
 
 
 # Momentum
@@ -112,7 +177,7 @@ def test_with_momentum_adam_has_no_first_moment() -> None:
     first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
     state, square, expected = learner.initial(first), 0.0, np.asarray(first, float)
     for step, direction in enumerate(draws(3, first.shape[1]), start=1):
-        state = learner.advance(state, jnp.zeros_like(first), jnp.asarray(direction))
+        state = learner.advance(state, jnp.zeros_like(first), jnp.asarray(direction), True)
         square = 0.999 * square + 0.001 * np.square(direction, dtype=float)
         expected = expected + STEP * direction / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
     np.testing.assert_allclose(state.parameters, expected, rtol=1e-4, atol=1e-5)
@@ -156,7 +221,7 @@ def test_after_agreement_the_direction_is_the_realized_one_for_sgd_alone(optimiz
     learner = agent(optimizer=optimizer)
     first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
     direction, agreed = map(jnp.asarray, draws(2, first.shape[1]))
-    state = learner.settle(first, learner.advance(learner.initial(first), 2 * direction, direction), agreed)
+    state = learner.settle(first, learner.advance(learner.initial(first), 2 * direction, direction, True), agreed)
     np.testing.assert_array_equal(state.parameters, agreed)
     np.testing.assert_array_equal(state.previous, first)
     expected = (agreed - first) / STEP if optimizer == "sgd" else direction
@@ -173,7 +238,7 @@ def test_the_scripts_memory_makes_small_batches_repeat_the_agents_own_direction(
     )
     first = learner.initial(jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2)))
     own, aggregated = map(jnp.asarray, draws(2, first.parameters.shape[1]))
-    state = learner.advance(first, own, aggregated)
+    state = learner.advance(first, own, aggregated, True)
     np.testing.assert_array_equal(state.previous, state.parameters)
     agreed = learner.settle(first.parameters, state, state.parameters + 1)
     np.testing.assert_array_equal(agreed.previous, state.parameters)

@@ -156,7 +156,7 @@ def advanced(
     agent: Agent, aggregator: Aggregator, num_byzantine: int, state: AgentState, own: jax.Array, received: jax.Array
 ) -> AgentState:
     aggregated = aggregator(received, num_byzantine=num_byzantine)
-    return agent.advance(state, own[None], aggregated[None])
+    return agent.advance(state, own[None], aggregated[None], True)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -1,4 +1,4 @@
-"""The agent as a pure state machine, and the five algorithms as arrangements of such agents.
+"""The agent as a pure state machine, and the algorithms as arrangements of such agents.
 
 In one iteration, an agent plays episodes of its own (`play`), estimates a gradient from them (`estimate`) and sends
 it; it takes a step along the aggregate of the gradients it received (`advance`) and sends its parameters; it takes over
@@ -8,7 +8,8 @@ live peer over a network.
 Every function takes a batch of agents: arrays lead with [agent]. A live peer's batch has one agent.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -31,9 +32,12 @@ from byzpg.learning.gradients import (
 from byzpg.learning.host_rollouts import play
 from byzpg.learning.policies import Policy
 from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
+from byzpg.robust.aggregators import RFA
 from byzpg.robust.attacks import Attack, ByzantineSet
 from byzpg.robust.components import Component
 from byzpg.robust.rules import Rule
+
+Optimizer = Literal["adam", "sgd", "normalized"]
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +46,7 @@ class AgentState:
     """All that an agent carries from one iteration to the next."""
 
     parameters: Array  # θ_t [agent, d]
-    previous: Array  # θ_{t−1} [agent, d], see `Conventions.remembered`
+    previous: Array  # θ_{t−1} [agent, d], see `Conventions.remembered` and `Agent.anchored`
     direction: Array  # v̂_{t−1} [agent, d]
     optimizer: optax.OptState  # local to each agent, leaves [agent, ...]
 
@@ -89,7 +93,8 @@ class Agent(Component):
     gate: Number | Literal["health"]  # β of the PAGE correction
     momentum: Number | None  # β of the agents' histories; None: agents send their estimates as they are
     transport: bool  # whether agents with momentum play ahead of θ_t, so that their histories do not lag behind it
-    optimizer: Literal["adam", "sgd"]
+    anchored: bool  # whether a small batch corrects the last large batch (SVRPG), not the last iteration (PAGE)
+    optimizer: Optimizer
     step_size: Number  # η
     conventions: Conventions
 
@@ -104,6 +109,8 @@ class Agent(Component):
     def _transform(self, step_size: Number = 0.0) -> optax.GradientTransformation:
         if self.optimizer == "sgd":
             return optax.sgd(step_size)
+        if self.optimizer == "normalized":
+            return optax.chain(optax.normalize_by_update_norm(eps=1e-12), optax.sgd(step_size))
         # A first moment on top of the agents' momentum would average twice, and learns more slowly than either.
         return optax.adam(step_size, b1=0.9 if self.momentum is None else 0.0)
 
@@ -208,10 +215,11 @@ class Agent(Component):
         assert self.momentum is not None
         return 1 - per_agent(self.momentum, 2) ** count[:, None]
 
-    def advance(self, state: AgentState, own: Array, aggregated: Array) -> AgentState:
-        """θ̃_{t+1} = θ_t + η v_t, or Adam's step along v_t; `own` is the agent's ṽ_t.
+    def advance(self, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
+        """θ̃_{t+1} = θ_t + η v_t, θ_t + η v_t/‖v_t‖ or Adam's step along v_t; `own` is the agent's ṽ_t.
 
-        What the agent remembers for its next small batch is up to the conventions; in the paper, θ_t and v_t.
+        What the agent remembers for its next small batch is up to the conventions; in the paper, θ_t and v_t. An
+        anchored agent remembers those of its last large batch.
         """
 
         def of_agent(
@@ -225,6 +233,10 @@ class Agent(Component):
         previous, direction = self.conventions.remembered(
             before=state.parameters, moved=moved, own=own, aggregated=aggregated
         )
+        if self.anchored:
+            previous, direction = (
+                jnp.where(large, new, old) for new, old in ((previous, state.previous), (direction, state.direction))
+            )
         return AgentState(moved, previous, direction, optimizer)
 
     def settle(self, before: Array, state: AgentState, agreed: Array) -> AgentState:
@@ -234,7 +246,7 @@ class Agent(Component):
         v̂_t = v_t.
         """
         state = replace(state, parameters=agreed)
-        if self.optimizer == "sgd" and self.conventions.uses_realized_direction:
+        if self.optimizer == "sgd" and self.conventions.uses_realized_direction and not self.anchored:
             state = replace(state, direction=(agreed - before) / per_agent(self.step_size, agreed.ndim))
         return state
 
@@ -278,8 +290,13 @@ class Algorithm:
     robust: bool = False  # gradients are aggregated by a robust rule, not by their mean
     agrees: bool = False  # agents agree on parameters
     single: bool = False  # one agent alone
+    anchored: bool = False  # see `Agent.anchored`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # options that are its own, whatever the preset says
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # options that make it this algorithm
 
 
+# With large batches alone, there would be nothing to correct.
+SVRG_DEFAULTS: dict[str, Any] = {"switch_probability": 0.2}
 ALGORITHMS = {
     "PAGE-PG": Algorithm("one agent alone (Gargiani et al. 2022)", single=True),
     "Fed-PAGE-PG": Algorithm("a trusted server averages the workers' gradients", centralized=True),
@@ -291,5 +308,24 @@ ALGORITHMS = {
         "every agent aggregates robustly, then all agree on parameters, with no server (Alg. 2)",
         robust=True,
         agrees=True,
+    ),
+    "SVRPG": Algorithm(
+        "one agent alone, whose small batches correct its last large one (Papini et al. 2018)",
+        single=True,
+        anchored=True,
+        defaults=SVRG_DEFAULTS,
+    ),
+    "FedPG-BR": Algorithm(
+        "as ByzPG, with SVRPG's small batches and a filter around a vector median (Fan et al. 2021)",
+        centralized=True,
+        robust=True,
+        anchored=True,
+        defaults=SVRG_DEFAULTS | {"aggregator": RFA()},
+    ),
+    "N-PG-IGT": Algorithm(
+        "one agent alone, with momentum, transported gradients and normalized steps (Fatkhullin et al. 2023)",
+        single=True,
+        defaults={"momentum": 0.9},
+        fixed={"transport": True, "optimizer": "normalized", "switch_probability": 1.0},
     ),
 }

@@ -127,7 +127,8 @@ class Peer:
         self.outcome = Outcome(float(diameter), None if weights is None else np.asarray(weights))
         if phase == 0:
             own = jnp.asarray(received[self.index])[None]
-            self._advanced = _advance(self.agent, self._state, own, combined[None])
+            large = bool(self.plan.large[iteration])
+            self._advanced = _advance(self.agent, self._state, own, combined[None], large)
             vector = self._advanced.parameters
         else:
             vector = combined[None]
@@ -317,7 +318,7 @@ class Server:
         self, federation: Federation, schedule: Schedule, key_data: np.ndarray, *, as_simulated: bool = False
     ) -> None:
         if not federation.centralized:
-            raise ValueError("this algorithm has no server: use ByzPG or Fed-PAGE-PG.")
+            raise ValueError("this algorithm has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG.")
         self.agent, self.aggregator = federation.agent, federation.aggregator
         self.num_workers, self.num_byzantine = federation.num_agents, federation.num_byzantine
         self._player = _Player(federation.agent, _key(key_data), as_simulated)
@@ -351,7 +352,7 @@ class Server:
         combined, _, _, defined = _combine(self.aggregator, self.num_byzantine, received, present, None, key)
         if not (defined and jnp.all(jnp.isfinite(combined))):
             return False
-        self._state = _advance(self.agent, self._state, combined[None], combined[None])
+        self._state = _advance(self.agent, self._state, combined[None], combined[None], True)
         return True
 
     def sample(self, iteration: int) -> np.ndarray:
@@ -360,7 +361,7 @@ class Server:
         A server has no stream for play of its own: it uses agent 0's, as in the simulator.
         """
         own, sampled = self._player.sample(self._state, 0, iteration, large=False)
-        self._state = _advance(self.agent, self._state, own[:1], own[:1])
+        self._state = _advance(self.agent, self._state, own[:1], own[:1], False)
         return np.asarray(sampled.returns[0])
 
 
@@ -458,8 +459,8 @@ def _remember(agent: Agent, history: History | None, estimate: Array) -> tuple[H
 
 
 @partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)
-def _advance(agent: Agent, state: AgentState, own: Array, aggregated: Array) -> AgentState:
-    return agent.advance(state, own, aggregated)
+def _advance(agent: Agent, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
+    return agent.advance(state, own, aggregated, large)
 
 
 @partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)

@@ -600,7 +600,7 @@ def _iteration(
     found = _either(large, partial(estimated, True), partial(estimated, False))
     others = [each for each in iterations if each not in at_servers]
     found = _aggregated(iterations, found, iterations if large is True else others, by)
-    outcomes = [this.finish(gradients) for this, gradients in zip(iterations, found, strict=True)]
+    outcomes = [this.finish(gradients, large) for this, gradients in zip(iterations, found, strict=True)]
     following, metrics = zip(*outcomes, strict=True)
     return following, metrics
 
@@ -695,12 +695,12 @@ class _Iteration:
             )
         return rounds
 
-    def finish(self, gradients: _Gradients) -> tuple[SimulationState, Metrics]:
+    def finish(self, gradients: _Gradients, large: Array | bool) -> tuple[SimulationState, Metrics]:
         """The rest of the iteration, once all holders of parameters have their aggregate."""
         code, state, num_rows = self.table.code, self.state, self.num_rows
         agent = _repeated(self.agent, code.num_holders)
         before = _merge(state.agents)
-        agents = agent.advance(before, _merge(gradients.own), _merge(gradients.aggregated))
+        agents = agent.advance(before, _merge(gradients.own), _merge(gradients.aggregated), large)
 
         diameters = jnp.full((2, num_rows), jnp.nan)
         if code.agrees:
