@@ -1,13 +1,14 @@
-"""The choice of the tuned presets: step sizes and batch sizes, on seeds that no figure uses.
+"""The choice of the tuned presets, and of the settings of experiments, on seeds that no figure uses.
 
-    python benchmarks/tuning.py cartpole --output tuned       # 20 seeds from 0, 2,000 trajectories: minutes on a GPU
-    python benchmarks/tuning.py lunarlander --output tuned    # 4 seeds from 100, 5,400 trajectories: GPUs only
+    python benchmarks/tuning.py cartpole            # batch, step size and momentum under five attacks
+    python benchmarks/tuning.py variance            # batch and step size of every way to lower the variance
+    python benchmarks/tuning.py lunarlander         # GPUs only
     python benchmarks/tuning.py cartpole --settings 2 --seeds 1 --trajectories 60    # a quick check
 
-ByzPG represents both methods: with large batches alone, they differ in who computes the average, not in its value. For
-each setting, the table gives the trajectories per agent at which the mean over seeds reaches two levels, and the mean
-of the last four cells, over all seeds and for the worst seed. Baseline: the first row of each table, whose batch and
-step size are nearest to the paper's.
+On CartPole and LunarLander, ByzPG represents both methods: with large batches alone, they differ in who computes the
+average, not in its value. For each setting, the table gives the trajectories per agent at which the mean over seeds
+reaches two levels, and the mean of the last tenth, over all seeds and for the worst seed. Baseline: the first rows of
+each table, without momentum.
 """
 
 import argparse
@@ -16,38 +17,55 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from byzpg import Config, training
-from byzpg.experiments.statistics import smooth_on_grid
 from byzpg.runs import RunDirectory
 
-LEVELS = {"cartpole": (450, 475), "lunarlander": (200, 250)}
-CELL = {"cartpole": 50, "lunarlander": 100}
+LEVELS = {"cartpole": (450, 475), "variance": (450, 475), "lunarlander": (200, 250)}
 
 
 def settings(task: str) -> Iterator[tuple[str, Config]]:
     """The settings to compare, each a name and a configuration."""
     attacked = Config(algorithm="ByzPG", num_byzantine=3)
     if task == "cartpole":
-        for large_batch in (15, 8, 4):
-            shared = replace(attacked, num_seeds=20, seed=0, trajectories=2000, large_batch=large_batch)
-            for step_size in (3e-3, 5e-3, 1e-2, 2e-2):
-                each, name = replace(shared, step_size=step_size), f"N = {large_batch}, η = {step_size:g}"
-                yield f"{name}, RandomAction", replace(each, attack="RandomAction")
-                yield f"{name}, AvgZero", replace(each, attack="AvgZero")
-                yield f"{name}, honest, K = 13", replace(each, num_byzantine=0)
-                yield f"{name}, honest, K = 5", replace(each, num_agents=5, num_byzantine=0)
-                yield f"{name}, K = 1", replace(each, algorithm="PAGE-PG", num_byzantine=None)
+        shared = replace(attacked, num_seeds=6, seed=100, trajectories=600)
+        choices = [(0.0, 15, 2e-2), (0.0, 8, 2e-2), (0.8, 6, 1e-2), (0.9, 6, 1e-2), (0.9, 6, 7e-3)]
+        choices += [(0.8, 8, 1e-2), (0.9, 8, 1e-2), (0.9, 8, 1.4e-2)]
+        for momentum, large_batch, step_size in choices:
+            each = replace(shared, momentum=momentum, large_batch=large_batch, step_size=step_size)
+            name = f"β = {momentum:g}, N = {large_batch}, η = {step_size:g}"
+            for attack in ("RandomAction", "LargeNoise", "AvgZero", "ALIE", "Normalized"):
+                yield f"{name}, {attack}", replace(each, attack=attack)
+            yield f"{name}, honest, K = 5", replace(each, num_agents=5, num_byzantine=0)
+            yield f"{name}, K = 1", replace(each, algorithm="PAGE-PG", num_byzantine=None)
+    elif task == "variance":
+        shared = Config(num_byzantine=3, attack="AvgZero", num_seeds=4, seed=100, trajectories=500, momentum=0.0)
+        small = replace(shared, switch_probability=0.25, small_batch=4)
+        ways = {
+            "no momentum": (shared, (15, 8, 6)),
+            "momentum 0.8": (replace(shared, momentum=0.8), (8, 6, 5)),
+            "momentum 0.9": (replace(shared, momentum=0.9), (8, 6, 5)),
+            "momentum 0.8, transport": (replace(shared, momentum=0.8, transport=True), (8, 6, 5)),
+            "momentum 0.9, transport": (replace(shared, momentum=0.9, transport=True), (8, 6, 5)),
+            "PAGE, per decision": (replace(small, importance="ImportanceWeights(mode='per-decision')"), (24, 15, 10)),
+            "PAGE, defensive": (replace(small, importance="DefensiveSampling(mode='per-decision')"), (24, 15, 10)),
+            "PAGE, Hessian": (replace(small, importance="HessianVector()"), (24, 15, 10)),
+        }
+        for name, (way, large_batches) in ways.items():
+            for large_batch, step_size in product(large_batches, (5e-3, 1e-2, 2e-2)):
+                each = replace(way, large_batch=large_batch, step_size=step_size)
+                yield f"{name}, N = {large_batch}, η = {step_size:g}", each
     else:
-        shared = replace(attacked, env="LunarLander-v3", attack="AvgZero", num_seeds=4, seed=100, trajectories=5400)
-        for step_size in (3e-3, 4e-3, 5e-3, 7e-3):
-            for rule in ("NNM(TrimmedMean())", "RFA()"):
-                yield f"η = {step_size:g}, {rule}, AvgZero", replace(shared, step_size=step_size, aggregator=rule)
+        shared = replace(attacked, env="LunarLander-v3", attack="AvgZero", num_seeds=4, seed=100, trajectories=2000)
+        choices = [(0.0, 45, 5e-3), (0.8, 15, 2e-3), (0.9, 15, 2e-3), (0.9, 15, 3e-3), (0.9, 10, 2e-3)]
+        for momentum, large_batch, step_size in choices:
+            each = replace(shared, momentum=momentum, large_batch=large_batch, step_size=step_size)
+            yield f"β = {momentum:g}, N = {large_batch}, η = {step_size:g}", each
 
 
 def main() -> None:
@@ -63,7 +81,7 @@ def main() -> None:
     def say(progress: training.Progress) -> None:
         print(f"{progress.seconds:5.0f} s: {progress.done:.0%} done, {progress.label}", file=sys.stderr, flush=True)
 
-    levels, cell = LEVELS[arguments.task], CELL[arguments.task]
+    levels = LEVELS[arguments.task]
     with tempfile.TemporaryDirectory() as folder:
         directories = {}
         for index, (name, config) in enumerate(islice(settings(arguments.task), arguments.settings)):
@@ -75,10 +93,9 @@ def main() -> None:
         runs = {name: training.load(directory) for name, directory in directories.items()}
     print(f"| setting | {levels[0]} at | {levels[1]} at | end | worst seed's end |\n|---|---:|---:|---:|---:|")
     for name, run in runs.items():
-        grid = np.arange(cell, run.trajectories[-1] + 1, cell)
-        cells = smooth_on_grid(run.trajectories, run.returns, grid)
-        mean, ends = np.mean(cells, axis=0), np.mean(cells[:, -4:], axis=1)
-        reached = [grid[np.argmax(mean >= level)] if np.any(mean >= level) else None for level in levels]
+        mean = np.mean(run.returns, axis=0)
+        ends = np.mean(run.returns[:, run.trajectories > 0.9 * run.trajectories[-1]], axis=1)
+        reached = [run.trajectories[np.argmax(mean >= level)] if np.any(mean >= level) else None for level in levels]
         shown = " | ".join("never" if each is None else f"{each:,}" for each in reached)
         print(f"| {name} | {shown} | {ends.mean():.0f} | {ends.min():.0f} |")
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from byzpg.config import REPORTED_SEED, Config, Settings
+from byzpg.config import PRESETS_BY_TASK, REPORTED_SEED, Config, Settings
 from byzpg.robust.components import unknown
 from byzpg.runs import RunDirectory
 
@@ -219,6 +219,66 @@ def _ablation(build: _Builder) -> Experiment:
     )
 
 
+# What learns fastest without momentum under these attacks, by `benchmarks/tuning.py`; what is left out is the preset's.
+_WITHOUT_MOMENTUM: dict[str, dict[str, Any]] = {
+    CARTPOLE: {"momentum": 0.0, "large_batch": 8, "step_size": 2e-2},
+    LUNARLANDER: {"momentum": 0.0, "large_batch": 45, "step_size": 5e-3},
+}
+
+
+def _momentum(build: _Builder) -> Experiment:
+    """The tuned preset, which has momentum, against the best settings without it."""
+    lengths: dict[str, dict[str, Any]] = {CARTPOLE: {"trajectories": 600}, LUNARLANDER: {"trajectories": 2000}}
+
+    def panel(title: str, env: str, attack: str) -> Panel:
+        shared: dict[str, Any] = {"env": env, "attack": attack, "num_byzantine": 3, **lengths[env]}
+        tuned = PRESETS_BY_TASK["tuned"][env]
+        cells = [
+            build.cell(f"momentum {options['momentum']:g}, N = {options['large_batch']}", **shared, **options)
+            for options in ({name: tuned[name] for name in _WITHOUT_MOMENTUM[env]}, _WITHOUT_MOMENTUM[env])
+        ]
+        return Panel(f"{title}, {attack}", env, tuple(cells))
+
+    return Experiment(
+        "momentum",
+        "Momentum at the agents",
+        "DecByzPG with 3 of 13 agents attacking. Does a mean over time of each agent's own gradients, taken before "
+        "aggregation, save trajectories? Both sides have the batch and step size that suit them best.",
+        "curves",
+        (
+            *(panel("CartPole", CARTPOLE, attack) for attack in (*PAPER_ATTACKS, "ALIE", "Normalized")),
+            *(panel("LunarLander", LUNARLANDER, attack) for attack in PAPER_ATTACKS),
+        ),
+    )
+
+
+# The settings of each way to lower the variance that learn fastest under AvgZero, by `benchmarks/tuning.py variance`.
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.8, "large_batch": 6, "step_size": 1e-2},
+    "momentum with transport": {"momentum": 0.8, "transport": True, "large_batch": 6, "step_size": 5e-3},
+    "no momentum": {"momentum": 0.0, "large_batch": 6, "step_size": 2e-2},
+}
+
+
+def _variance(build: _Builder) -> Experiment:
+    """Every way to lower the variance of gradients, each with its own best batch and step size."""
+
+    def panel(attack: str) -> Panel:
+        shared: dict[str, Any] = {"attack": attack, "num_byzantine": 3, "trajectories": 600}
+        return Panel(
+            attack, CARTPOLE, tuple(build.cell(label, **shared, **options) for label, options in _VARIANTS.items())
+        )
+
+    return Experiment(
+        "variance",
+        "Which variance reduction pays?",
+        "CartPole, DecByzPG with 3 of 13 agents attacking. Each way has the batch and step size that suit it best "
+        "under AvgZero. Do corrections of small batches beat momentum alone?",
+        "curves",
+        tuple(map(panel, ("AvgZero", "RandomAction"))),
+    )
+
+
 def _many(build: _Builder) -> Experiment:
     sizes = (1, 2, 3, 5, 8, 13, 25, 50, 100)
     cells = tuple(
@@ -361,6 +421,8 @@ EXPERIMENTS: dict[str, Callable[[_Builder], Experiment]] = {
         build, env=LUNARLANDER, name="fig6", key="fig6_lunarlander_attacks_byzpg", **_CENTRALIZED
     ),
     "ablation": _ablation,
+    "momentum": _momentum,
+    "variance": _variance,
     "speedup": _many,
     "tolerance": _tolerance,
     "heatmap": _heatmap,
