@@ -168,8 +168,8 @@ class Config:
     importance: ImportanceWeights | str | None = None
     """Importance weights: ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number, floor=0)."""
     gate: float | Literal["health"] | None = None
-    """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: the effective
-    sample size."""
+    """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: 1 if all importance
+    weights are 1, and towards 0 the more they degenerate."""
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Literal["adam", "sgd"] | None = None

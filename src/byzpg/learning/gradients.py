@@ -150,12 +150,17 @@ class ImportanceWeights(Component):
         limit = jnp.inf if self.cap is None else per_agent(_log(self.cap), 2)
         capped = jnp.minimum(plain, jnp.expand_dims(limit, 2)) if self.cap is not None else plain
         # The effective sample size does not change if all weights are divided by the largest. This avoids overflow.
-        relative = jnp.exp(capped[:, :, -1] - jnp.max(capped[:, :, -1], axis=1, keepdims=True))
-        sample = jnp.square(jnp.sum(relative, axis=1)) / jnp.sum(jnp.square(relative), axis=1) / relative.shape[1]
+        highest, size = jnp.max(capped[:, :, -1], axis=1), whole.shape[1]
+        relative = jnp.exp(capped[:, :, -1] - highest[:, None])
+        sample = jnp.square(jnp.sum(relative, axis=1)) / jnp.sum(jnp.square(relative), axis=1) / size
+        # One weight alone cannot be uneven.
+        evenness = jnp.clip((size * sample - 1) / (size - 1), 0, 1) if size > 1 else jnp.ones_like(sample)
+        level = highest + jnp.log(jnp.mean(relative, axis=1))
         health = Health(
             largest=jnp.exp(jnp.max(whole, axis=1)),
             effective_sample=sample,
             capped=jnp.mean(whole > limit, axis=1, dtype=whole.dtype),
+            gate=evenness * jnp.exp(-jnp.abs(level)),
         )
         return capped, health
 
@@ -168,11 +173,15 @@ class Health:
     largest: Array  # max ω, before the cap
     effective_sample: Array  # (Σω)²/(BΣω²) after the cap, 1 when all weights are equal
     capped: Array  # fraction of ω above the cap
+    # β of the gate "health": (ESS − 1/B)/(1 − 1/B) · min(m, 1/m), with the effective sample size ESS and the mean m, both
+    # after the cap. It is 1 if all weights are 1. It is near 0 if one weight dominates, or if m is far from 1, its
+    # expectation.
+    gate: Array
 
     @classmethod
     def perfect(cls, num_agents: int) -> "Health":
         """The health of weights that are all 1."""
-        return cls(jnp.ones(num_agents), jnp.ones(num_agents), jnp.zeros(num_agents))
+        return cls(jnp.ones(num_agents), jnp.ones(num_agents), jnp.zeros(num_agents), jnp.ones(num_agents))
 
 
 def _span(clock: Clock, values: Array, span: Array) -> Array:
@@ -291,7 +300,7 @@ def corrected_gradient(
         direction: v̂_{t−1} [agent, d].
         estimator: g.
         importance: ω.
-        gate: β, one number (1 in the paper) or one per agent [agent], or "health": the effective sample size of ω.
+        gate: β, one number (1 in the paper) or one per agent [agent], or "health": `Health.gate` of this batch.
         discount: γ, one number or one per agent [agent].
         clock: The spans of time for which gradients are computed at once.
 
@@ -300,10 +309,12 @@ def corrected_gradient(
     """
     before = log_probabilities(policy, previous, episodes, clock)
     log_weights, health = importance.log_weights(before, episodes.log_probabilities)
-    if isinstance(gate, int | float) and gate == 0:  # an overflowed weight times 0 would be NaN
+    if isinstance(gate, int | float) and gate == 0:
         return gradient(policy, parameters, episodes, estimator, discount, clock), health
+    opened = jnp.asarray(health.gate if isinstance(gate, str) else gate)
+    # βω, not ω: where the gate closes, ω may be too large for float32.
+    log_weights = log_weights + per_agent(jnp.log(opened), 3)
     coefficients = [estimator.coefficients(episodes.rewards, discount, weights) for weights in (None, log_weights)]
     both = jnp.stack([parameters, previous])
     here, before = weighted_scores(policy, both, episodes, jnp.stack(coefficients), clock)
-    opened = per_agent(health.effective_sample if isinstance(gate, str) else gate, 2)
-    return here + opened * (direction - before), health
+    return here + (per_agent(opened, 2) * direction - before), health
