@@ -173,9 +173,8 @@ class Health:
     largest: Array  # max ω, before the cap
     effective_sample: Array  # (Σω)²/(BΣω²) after the cap, 1 when all weights are equal
     capped: Array  # fraction of ω above the cap
-    # β of the gate "health": (ESS − 1/B)/(1 − 1/B) · min(m, 1/m), with the effective sample size ESS and the mean m, both
-    # after the cap. It is 1 if all weights are 1. It is near 0 if one weight dominates, or if m is far from 1, its
-    # expectation.
+    # β of the gate "health": (ESS − 1/B)/(1 − 1/B) · min(m, 1/m), with the effective sample size ESS and the mean m of
+    # ω. It is 1 if all weights are 1. It is near 0 if one weight dominates, or if m is far from 1, its expectation.
     gate: Array
 
     @classmethod
