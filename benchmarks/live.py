@@ -50,7 +50,7 @@ class Idle:
 
     def __init__(self, dimension: int, num_iterations: int, rounds: int) -> None:
         self.dimension, self.num_iterations, self.rounds = dimension, num_iterations, rounds
-        self.state_dimension = STATE_VECTORS * dimension
+        self.state_dimension = self.snapshot_dimension = STATE_VECTORS * dimension
         self._state = np.zeros(self.state_dimension, np.float32)
         self._vector = np.random.default_rng(0).normal(size=dimension).astype(np.float32)
         self.plan_digest = ""

@@ -31,7 +31,7 @@ def _public(module: ModuleType, base: type[Component] | UnionType) -> dict[str, 
     }
 
 
-FAMILIES = ("aggregator", "agreement", "attack", "byzantine set", "estimator", "importance weights", "conventions")
+FAMILIES = ("aggregator", "agreement", "attack", "byzantine set", "estimator", "correction", "conventions")
 
 
 @cache
@@ -48,8 +48,8 @@ def members(family: str) -> dict[str, type[Component]]:
             return _public(attacks, attacks.ByzantineSet)
         case "estimator":
             return _public(gradients, gradients.Estimator)
-        case "importance weights":
-            return {"ImportanceWeights": gradients.ImportanceWeights}
+        case "correction":
+            return _public(gradients, gradients.Correction)
         case "conventions":
             # By its address, as users' own components are found: it builds on what is above this module.
             script = import_module("byzpg.experiments.authors_script")

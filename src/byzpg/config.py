@@ -14,9 +14,9 @@ import jax
 from byzpg import envs
 from byzpg._registry import fits, parse, type_name
 from byzpg.envs.spaces import Box
-from byzpg.federation.algorithms import ALGORITHMS, Agent, Federation
+from byzpg.federation.algorithms import ALGORITHMS, Agent, Federation, Optimizer
 from byzpg.federation.schedule import Conventions, Schedule
-from byzpg.learning.gradients import GPOMDP, REINFORCE, Estimator, ImportanceWeights
+from byzpg.learning.gradients import GPOMDP, REINFORCE, Correction, Estimator, HessianVector, ImportanceWeights
 from byzpg.learning.policies import Policy, policy_for
 from byzpg.robust.aggregators import NNM, RFA, Aggregator, Bucketing, Mean, TrimmedMean
 from byzpg.robust.agreement import MDA, Agreement, NoAgreement
@@ -54,11 +54,15 @@ PAPER: dict[str, Any] = {
     "estimator": GPOMDP(),
     "importance": ImportanceWeights(),
     "gate": 1.0,
+    "momentum": 0.0,
+    "transport": False,
     "aggregator": RFA(),
     "agreement": MDA(),
     "rounds": 5,
     "output": "last",
 }
+# Options of presets that were added later, at the values that mean what byzpg did without them.
+FORMERLY: dict[str, Any] = {"momentum": 0.0, "transport": False}
 PRESETS: dict[str, dict[str, Any]] = {
     "tuned": PAPER
     | {
@@ -116,7 +120,7 @@ FAMILY_OF = {
     "aggregator": "aggregator",
     "agreement": "agreement",
     "estimator": "estimator",
-    "importance": "importance weights",
+    "importance": "correction",
 }
 
 
@@ -135,7 +139,7 @@ class Config:
     env: str = "CartPole-v1"
     """Task: one of `byzpg list`, gymnasium:ID, envpool:ID, or your own as module:factory."""
     algorithm: str = "DecByzPG"
-    """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG or DecByzPG."""
+    """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG, DecByzPG, or for comparison SVRPG, FedPG-BR or N-PG-IGT."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
     """Source of all other defaults: tuned (learns fastest), paper (its table), theory (what its theorems ask for),
     script (the authors' code)."""
@@ -174,15 +178,21 @@ class Config:
     """Probability p of a large batch, in (0, 1]; theory: 1/N."""
     estimator: Estimator | str | None = None
     """Gradient estimator: GPOMDP or REINFORCE, each with baseline='none' or 'leave-one-out'."""
-    importance: ImportanceWeights | str | None = None
-    """Importance weights: ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number, floor=0)."""
+    importance: Correction | str | None = None
+    """Correction of small batches: ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number,
+    floor=0), DefensiveSampling(mode=...) or HessianVector."""
     gate: float | Literal["health"] | None = None
     """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: 1 if all importance
     weights are 1, and towards 0 the more they degenerate."""
+    momentum: float | None = None
+    """Momentum β at the agents, in [0, 1): each sends m ← β m + (1 − β) ṽ instead of its estimate ṽ; Adam then has no
+    first moment. 0: no momentum."""
+    transport: bool | None = None
+    """Play large batches ahead of the parameters, so that the agents' momentum does not lag behind them (N-PG-IGT)."""
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
-    optimizer: Literal["adam", "sgd"] | None = None
-    """Optimizer: Adam, or plain SGD as in the theory."""
+    optimizer: Optimizer | None = None
+    """Optimizer: adam, plain sgd as in the theory, or normalized: steps of length η."""
     step_size: float | Literal["theory"] | None = None
     """Step size η; theory: computed from p, K, f and the next two options, for SGD."""
     smoothness: float = 1e3
@@ -231,7 +241,14 @@ class Config:
         if preset not in PRESETS:
             raise ValueError(unknown("preset", preset, PRESETS))
         task = find_task(env)
-        values = {**_task_defaults(env, preset), **self._neutral_options(name), **given, "algorithm": name}
+        values = {
+            **_task_defaults(env, preset),
+            **ALGORITHMS[name].defaults,
+            **ALGORITHMS[name].fixed,
+            **self._neutral_options(name),
+            **given,
+            "algorithm": name,
+        }
         if task is not None and values.setdefault("horizon", task.horizon) is None:
             raise ValueError(f"{env} does not limit the length of its episodes: set horizon, in steps.")
         for option, family in FAMILY_OF.items():
@@ -277,6 +294,8 @@ class Config:
         if not isinstance(values, dict):
             raise ValueError(f"{source} must be a table of options, got {type(values).__name__}.")
         values = _with_present_names(values, source)
+        if all(values.get(option) is not None for option in PAPER.keys() - FORMERLY):  # then byzpg wrote this file
+            values = FORMERLY | values
         known = [option.name for option in fields(cls)]
         for option in values:
             if option not in known:
@@ -336,9 +355,12 @@ def _step_size_of_theory(values: Mapping[str, Any], *, smoothness: float, correc
     for option, value in {"smoothness": smoothness, "correction_noise": correction_noise}.items():
         if not fits(value, float) or not 0 < value < inf:
             raise ValueError(f"{option} must be a positive and finite number, got {value!r}.")
-    if values["optimizer"] != "sgd":
-        raise ValueError(f"step_size = 'theory' is for SGD, got optimizer = {values['optimizer']}: set a step size.")
     algorithm, probability = ALGORITHMS[values["algorithm"]], values["switch_probability"]
+    if values["optimizer"] != "sgd" or values["momentum"] or algorithm.anchored:
+        raise ValueError(
+            f"step_size = 'theory' is for the paper's algorithms with SGD and no momentum; got {values['algorithm']}, "
+            f"optimizer = {values['optimizer']}, momentum = {values['momentum']}: set a step size."
+        )
     num_samplers = 1 if algorithm.centralized else values["num_agents"]  # of small batches
     error = 1 / (probability * num_samplers)
     if algorithm.robust and not algorithm.centralized:  # what attackers can do in a small batch
@@ -406,10 +428,12 @@ class Settings:
     small_batch: int
     switch_probability: float
     estimator: Estimator
-    importance: ImportanceWeights
+    importance: Correction
     gate: float | Literal["health"]
+    momentum: float
+    transport: bool
     conventions: Conventions
-    optimizer: Literal["adam", "sgd"]
+    optimizer: Optimizer
     step_size: float
     policy: Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
@@ -459,6 +483,9 @@ class Settings:
             estimator=self.estimator,
             importance=self.importance,
             gate=self.gate,
+            momentum=self.momentum or None,
+            transport=self.transport,
+            anchored=algorithm.anchored,
             optimizer=self.optimizer,
             step_size=self.step_size,
             conventions=self.conventions,
@@ -532,8 +559,16 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
         raise ValueError(f"small_batch must be at most large_batch = {large}, got {small}.")
     if not 0 < values["step_size"] < inf:
         raise ValueError(f"step_size must be positive and finite, got {values['step_size']}.")
+    if not 0 <= values["momentum"] < 1:
+        raise ValueError(f"momentum must lie in [0, 1), got {values['momentum']}.")
     if values["gate"] != "health" and not 0 <= values["gate"] <= 1:
         raise ValueError(f"gate must lie in [0, 1], or be 'health'; got {values['gate']}.")
+    for option, value in ALGORITHMS[values["algorithm"]].fixed.items():
+        if values[option] != value:
+            raise ValueError(
+                f"{option} must be {value!r} with {values['algorithm']}, got {values[option]!r}: leave it out, or use "
+                "another algorithm."
+            )
     if ALGORITHMS[values["algorithm"]].single and values["num_agents"] > 1:
         raise ValueError(f"{values['algorithm']} is one agent alone: num_agents must be 1, got {values['num_agents']}.")
 
@@ -544,7 +579,13 @@ def _check_components(values: Mapping[str, Any]) -> None:
     )
     estimator, importance = values["estimator"], values["importance"]
     estimator.check(values["small_batch"])
-    if isinstance(estimator, REINFORCE) and importance.mode == "per-decision":
+    if values["small_batch"] % importance.num_points:
+        raise ValueError(f"{importance} plays equal parts of a small batch: small_batch must be even.")
+    if isinstance(importance, HessianVector) and values["gate"] != 1:
+        raise ValueError(f"{importance} corrects v̂ as a whole: gate must be 1, got {values['gate']}.")
+    if values["transport"] and not values["momentum"]:
+        raise ValueError("transport keeps momentum from lagging behind: set momentum, or leave transport out.")
+    if isinstance(estimator, REINFORCE) and importance.weighs_rewards:
         raise ValueError(f"{importance} weighs rewards one by one, which {estimator} does not: use GPOMDP.")
     values["aggregator"].check(num_agents, num_byzantine)
     if values["rounds"]:

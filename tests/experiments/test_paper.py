@@ -16,7 +16,6 @@ from byzpg import Config, training
 from byzpg.cli.reproduce import Reproduce
 from byzpg.config import PRESETS
 from byzpg.experiments.paper import COLLECTIONS, EXPERIMENTS, Scope, grid, published_curves, run_name
-from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.federation.simulator import Simulation
 from byzpg.runs import Run, RunDirectory
 from byzpg.training import Progress
@@ -86,9 +85,9 @@ def test_tasks_and_collections_narrow_a_grid() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_has_every_figure(preset: Any) -> None:
     settings = grid(["all"], Scope(preset=preset)).settings.values()
-    assert {(each.env, each.algorithm) for each in settings} == set(
-        product(("CartPole-v1", "LunarLander-v3"), ALGORITHMS)
-    )
+    of_the_paper = ("PAGE-PG", "Fed-PAGE-PG", "ByzPG", "Dec-PAGE-PG", "DecByzPG")
+    planned = {(each.env, each.algorithm) for each in settings}
+    assert planned >= set(product(("CartPole-v1", "LunarLander-v3"), of_the_paper))
     assert {each.preset for each in settings} == {preset}
     for accepting in (Scope, Reproduce):
         assert preset in get_args(get_type_hints(accepting)["preset"])

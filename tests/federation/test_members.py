@@ -22,6 +22,7 @@ SHORT: dict[str, Any] = {
     "switch_probability": 0.5,
     "trajectories": 30,
     "rounds": 1,
+    "momentum": 0.5,
 }
 SERVED: dict[str, Any] = SHORT | {"algorithm": "ByzPG", "rounds": None}
 KEY = seeded_key(3)
@@ -33,9 +34,9 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     estimate = Agent.estimate
 
-    def recorded(self: Agent, state: Any, episodes: Any, large: bool) -> Any:
+    def recorded(self: Agent, state: Any, points: Any, episodes: Any, large: bool) -> Any:
         sizes.append(len(episodes.returns))
-        return estimate(self, state, episodes, large)
+        return estimate(self, state, points, episodes, large)
 
     monkeypatch.setattr(Agent, "estimate", recorded)
     return sizes
@@ -104,6 +105,64 @@ def test_a_server_and_its_workers_go_the_same_way_with_either_rounding() -> None
             found.append(server.parameters)
         np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-3)
     assert not np.all(pairs[0][0].plan.large[:4])
+
+
+# Histories
+
+
+def iterated(member: Peer, iteration: int) -> np.ndarray:
+    """One iteration, in which all others send what this member sends; return its gradient."""
+    sent = member.begin(iteration)
+    received, phase = np.tile(sent, (5, 1)), 0
+    while (following := member.combine(iteration, phase, received, np.ones(5, bool))) is not None:
+        received, phase = np.tile(following, (5, 1)), phase + 1
+    return sent
+
+
+def test_a_peer_restarts_with_its_history_to_the_bit() -> None:
+    whole, restarted = peer(as_simulated=False), peer(as_simulated=False)
+    for iteration in range(2):
+        iterated(whole, iteration)
+    assert whole.snapshot_dimension == len(whole.snapshot()) == whole.state_dimension + whole.dimension
+    whole.begin(2)  # crashes before the end of the iteration, whose estimate is then remembered once
+    restarted.restore(2, whole.snapshot())
+    np.testing.assert_array_equal(restarted.begin(2), whole.begin(2))
+    np.testing.assert_array_equal(iterated(restarted, 2), iterated(whole, 2))
+    np.testing.assert_array_equal(restarted.snapshot(), whole.snapshot())
+
+
+def test_a_peer_that_fell_behind_continues_from_the_direction_of_the_others() -> None:
+    others, late = peer(as_simulated=False), peer(as_simulated=False)
+    for iteration in range(3):
+        iterated(others, iteration)
+    state = others.snapshot()[: others.state_dimension]
+    late.adopt(3, [state] * 4 + [None])
+    np.testing.assert_allclose(late.snapshot()[: late.state_dimension], state, rtol=1e-5, atol=1e-6)
+    direction, plain = state[2 * late.dimension : 3 * late.dimension], peer(as_simulated=False, momentum=0.0)
+    plain.adopt(3, [state] * 4 + [None])
+    share = 0.5 / (1 - 0.5**4)
+    np.testing.assert_allclose(late.begin(3), (1 - share) * direction + share * plain.begin(3), rtol=1e-4, atol=1e-4)
+
+
+def test_a_worker_remembers_each_batch_once_also_in_another_process() -> None:
+    settings = Config(**SERVED).resolved()
+    federation = settings.federation()
+    parameters = np.asarray(settings.schedule().initial_parameters(federation.agent.policy))
+    worker, plain = (
+        Worker(federation, 2, KEY),
+        Worker(Config(**SERVED | {"momentum": 0.0}).resolved().federation(), 2, KEY),
+    )
+    estimates = [plain.gradient(iteration, parameters) for iteration in (0, 3, 4)]
+    assert plain.memory == {}
+    np.testing.assert_allclose(worker.gradient(0, parameters), estimates[0], rtol=1e-5, atol=1e-6)
+    for _ in range(2):
+        sent = worker.gradient(3, parameters)
+        np.testing.assert_allclose(sent, (estimates[0] + 2 * estimates[1]) / 3, rtol=1e-4, atol=1e-5)
+    other = Worker(federation, 2, KEY)
+    other.recall(worker.memory)
+    np.testing.assert_array_equal(other.gradient(4, parameters), worker.gradient(4, parameters))
+    assert np.any(Worker(federation, 2, KEY).gradient(4, parameters) != worker.gradient(4, parameters))
+    np.testing.assert_allclose(Worker(federation, 2, KEY).gradient(4, parameters), estimates[2], rtol=1e-5, atol=1e-6)
 
 
 def test_an_algorithm_without_a_server_is_refused() -> None:

@@ -37,6 +37,7 @@ TINY: dict[str, Any] = {
     "aggregator": "RFA",  # whose weights are known
     "rounds": 2,
     "step_size": 0.02,
+    "momentum": 0.0,
 }
 
 
@@ -57,7 +58,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     },
     "robust": {"num_agents": 5},
     "rotating": {"num_agents": 5, "byzantine_set": "RotatingSet"},
-    "plain steps": {"num_agents": 5, "attack": "SignFlip", "optimizer": "sgd"},
+    "plain steps": {"num_agents": 5, "attack": "SignFlip", "optimizer": "sgd", "momentum": 0.6},
     "as published": {
         "num_agents": 5,
         "attack": "SignFlip",
@@ -68,7 +69,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     },
     "noisy": {"num_agents": 5, "attack": "LargeNoise"},
     "noisy, no agreement": {"num_agents": 5, "attack": "LargeNoise", "agreement": "NoAgreement"},
-    "server": {"algorithm": "ByzPG", "num_agents": 5, "attack": "AvgZero", "rounds": None},
+    "server": {"algorithm": "ByzPG", "num_agents": 5, "attack": "AvgZero", "rounds": None, "momentum": 0.3},
     "careful": {"num_agents": 5, "attack": "RandomAction", "gate": 0.5, "step_size": 0.01},
 }
 BATCHES = [LARGE, SMALL, SMALL, LARGE, SMALL]
@@ -144,8 +145,8 @@ def both_estimates(
     state = AgentState(parameters, previous, direction, ())
 
     def of_batch(large: bool) -> jax.Array:
-        episodes = agent.play(parameters, key[None], large)
-        return agent.estimate(state, episodes, large)[0][0]
+        points = agent.points(state, key[None], large)
+        return agent.estimate(state, points, agent.play(points, key[None], large), large)[0][0]
 
     return of_batch(True), of_batch(False)
 
@@ -155,7 +156,7 @@ def advanced(
     agent: Agent, aggregator: Aggregator, num_byzantine: int, state: AgentState, own: jax.Array, received: jax.Array
 ) -> AgentState:
     aggregated = aggregator(received, num_byzantine=num_byzantine)
-    return agent.advance(state, own[None], aggregated[None])
+    return agent.advance(state, own[None], aggregated[None], True)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -186,6 +187,7 @@ def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
     attackers = set(everyone[settings.num_agents - settings.num_attackers :])
     root = jax.random.key(seed)
     states = [start_of(agent, root) for _ in everyone]
+    memories = [np.zeros(states[0].parameters.shape[1]) for _ in everyone]
 
     def received_by(receiver: int, truths: list[np.ndarray], lying: bool) -> np.ndarray:
         rows = [-truth if lying and k in attackers and k != receiver else truth for k, truth in enumerate(truths)]
@@ -196,7 +198,8 @@ def one_by_one(settings: Settings, batches: list[int], seed: int) -> np.ndarray:
         for k, state in enumerate(states):
             key = key_of(root, iteration, k)
             estimates = both_estimates(estimating, state.parameters, state.previous, state.direction, key)
-            truths.append(np.asarray(estimates[batch == SMALL]))
+            memories[k] = settings.momentum * memories[k] + (1 - settings.momentum) * estimates[batch == SMALL]
+            truths.append(np.asarray(memories[k] / (1 - settings.momentum ** (iteration + 1)), np.float32))
         before = [state.parameters for state in states]
         for k in everyone:
             received = received_by(k, truths, True)

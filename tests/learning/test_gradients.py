@@ -15,9 +15,13 @@ from byzpg.envs.spaces import Discrete
 from byzpg.learning.gradients import (
     GPOMDP,
     REINFORCE,
+    Correction,
+    DefensiveSampling,
     Estimator,
     Health,
+    HessianVector,
     ImportanceWeights,
+    SmallBatch,
     corrected_gradient,
     gradient,
     log_probabilities,
@@ -91,17 +95,15 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
 
 
 @jax.jit
-def all_coefficients(rewards: Array, log_weights: Array) -> list[tuple[Array, Array]]:
+def all_coefficients(rewards: Array, weights: Array) -> list[tuple[Array, Array]]:
     """The coefficients of every estimator, without weights and with them."""
-    return [
-        (each.coefficients(rewards, 0.9, None), each.coefficients(rewards, 0.9, log_weights)) for each in ESTIMATORS
-    ]
+    return [(each.coefficients(rewards, 0.9, None), each.coefficients(rewards, 0.9, weights)) for each in ESTIMATORS]
 
 
 def test_coefficients_are_the_naive_ones() -> None:
     rewards, log_ratios = examples()
     log_weights = np.cumsum(log_ratios, axis=2)
-    for estimator, (plain, weighted) in zip(ESTIMATORS, all_coefficients(rewards, log_weights), strict=True):
+    for estimator, (plain, weighted) in zip(ESTIMATORS, all_coefficients(rewards, np.exp(log_weights)), strict=True):
         ones, weights = np.ones(rewards.shape), np.exp(log_weights.astype(np.float64))
         expected = naive_coefficients(estimator, rewards.astype(np.float64), 0.9, ones)
         np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-5, err_msg=str(estimator))
@@ -166,7 +168,7 @@ def test_huge_log_ratios_do_not_overflow_under_a_cap() -> None:
         sample = np.asarray(health.effective_sample)
         assert np.all((sample >= 0.249) & (sample <= 1))
         if cap is not None:
-            assert np.all(np.isfinite(all_coefficients(rewards, log_weights)))
+            assert np.all(np.isfinite(all_coefficients(rewards, jnp.exp(log_weights))))
 
 
 def test_weights_of_one_have_perfect_health() -> None:
@@ -278,21 +280,8 @@ def all_gates(
     direction: Array,
     episodes: Episodes,
 ) -> list[tuple[Array, Health]]:
-    return [
-        corrected_gradient(
-            policy,
-            parameters,
-            episodes,
-            previous=previous,
-            direction=direction,
-            estimator=estimator,
-            importance=importance,
-            gate=gate,
-            discount=0.98,
-            clock=CLOCK,
-        )
-        for gate in GATES
-    ]
+    batch = SmallBatch(policy, parameters, previous, parameters[:, None], episodes, estimator, 0.98, CLOCK)
+    return [corrected_gradient(batch, direction=direction, importance=importance, gate=gate) for gate in GATES]
 
 
 CORRECTED = [
@@ -450,8 +439,8 @@ class StoppedBaseline(GPOMDP):
 class DiscountedFromNow(GPOMDP):
     """Biased: every reward-to-go is discounted as if its step were the first one."""
 
-    def coefficients(self, rewards: Array, discount: Any, log_weights: Array | None) -> Array:
-        return super().coefficients(rewards, discount, log_weights) / discount ** jnp.arange(rewards.shape[2])
+    def coefficients(self, rewards: Array, discount: Any, weights: Array | None) -> Array:
+        return super().coefficients(rewards, discount, weights) / discount ** jnp.arange(rewards.shape[2])
 
 
 @dataclass(frozen=True)
@@ -528,6 +517,9 @@ class Chosen:
     def log_weights(self, *given: Any) -> tuple[Array, Health]:
         return lax.switch(self.index, [lambda each=each: each.log_weights(*given) for each in self.of])
 
+    def terms(self, batch: SmallBatch) -> tuple[Array, Array, Health]:
+        return ImportanceWeights.terms(self, batch)  # pyright: ignore[reportArgumentType]
+
 
 # Other tests compile without optimization. This function runs longer than it compiles, so it is optimized.
 @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
@@ -553,18 +545,8 @@ def estimates_of_a_group(episodes: Episodes) -> dict[str, Array]:
     def corrected(index: Array) -> Array:
         estimator: Any = Chosen([estimator for estimator, _ in weighted.values()], index)
         importance: Any = Chosen([importance for _, importance in weighted.values()], index)
-        return corrected_gradient(
-            POLICY,
-            parameters,
-            episodes,
-            previous=previous,
-            direction=nothing,
-            estimator=estimator,
-            importance=importance,
-            gate=1.0,
-            discount=DISCOUNT,
-            clock=clock,
-        )[0]
+        batch = SmallBatch(POLICY, parameters, previous, parameters[:, None], episodes, estimator, DISCOUNT, clock)
+        return corrected_gradient(batch, direction=nothing, importance=importance, gate=1.0)[0]
 
     gradients = lax.map(plain, jnp.arange(len(estimators)))
     corrections = dict(zip(weighted, lax.map(corrected, jnp.arange(len(weighted))), strict=True))
@@ -613,6 +595,107 @@ def test_baselines_and_weights_per_decision_lower_the_variance() -> None:
     assert variance(GPOMDP(), PER_DECISION) < variance(GPOMDP(), TRAJECTORY)
 
 
+# Corrections without weights that can degenerate
+
+
+@dataclass(frozen=True)
+class PlayedNow(DefensiveSampling):
+    """Biased: the whole batch is played with θ_t."""
+
+    def points(self, parameters: Array, previous: Array, keys: Array) -> Array:
+        return jnp.stack([parameters, parameters], axis=1)
+
+
+@dataclass(frozen=True)
+class AtTheEnd(HessianVector):
+    """Biased: takes the Hessian at θ_t for the mean one on the way there."""
+
+    def points(self, parameters: Array, previous: Array, keys: Array) -> Array:
+        return parameters[:, None]
+
+
+@dataclass(frozen=True)
+class FixedEpisodes(HessianVector):
+    """Biased: leaves out that the policy decides which episodes there are."""
+
+    def terms(self, batch: SmallBatch) -> tuple[Array, Array, Health]:
+        point, change = batch.played[:, 0], batch.parameters - batch.previous
+        coefficients = batch.coefficients(None)[None]
+        _, second = jax.jvp(lambda at: batch.scores(at[None], coefficients)[0], (point,), (change,))
+        return second, jnp.zeros_like(second), Health.perfect(len(second))
+
+
+UNBIASED_CHANGES = {
+    f"{estimator}, {correction}": (estimator, correction)
+    for estimator in (GPOMDP("leave-one-out"), REINFORCE())
+    for correction in (DefensiveSampling(), DefensiveSampling("per-decision"), HessianVector())
+    if isinstance(estimator, GPOMDP) or not correction.weighs_rewards
+}
+BIASED_CHANGES: dict[str, tuple[Estimator, Correction]] = {
+    "played with θ_t": (GPOMDP(), PlayedNow()),
+    "Hessian at θ_t": (GPOMDP(), AtTheEnd()),
+    "Hessian of fixed episodes": (GPOMDP(), FixedEpisodes()),
+}
+
+
+@partial(jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 1})
+def estimated_change(estimator: Estimator, correction: Correction, keys: Array) -> tuple[Array, Array]:
+    """Estimates of ∇J(θ_t) − ∇J(θ_{t−1}) [agent, d] from small batches of many agents, and their largest weights."""
+    parameters, previous = (jnp.tile(theta, (len(keys), 1)) for theta in (PARAMETERS, PREVIOUS))
+    points, num_points = correction.points(parameters, previous, keys), correction.num_points
+    episodes = rollout(
+        TwoStates(),
+        POLICY,
+        points.reshape(-1, POLICY.dimension),
+        jax.vmap(lambda key: jax.random.split(key, num_points))(keys).reshape(-1),
+        num_episodes=SMALL_BATCH // num_points,
+        horizon=HORIZON,
+    )
+    episodes = jax.tree.map(
+        lambda leaf: leaf.reshape(len(keys), SMALL_BATCH, *leaf.shape[2:]) if leaf.ndim else leaf, episodes
+    )
+    batch = SmallBatch(POLICY, parameters, previous, points, episodes, estimator, DISCOUNT, Clock(HORIZON))
+    here, before, health = correction.terms(batch)
+    return here - before, health.largest
+
+
+def exact_change() -> np.ndarray:
+    now, before = (exact_gradient(theta.astype(np.float64)) for theta in (PARAMETERS, PREVIOUS))
+    return now - before
+
+
+@pytest.mark.parametrize("name", UNBIASED_CHANGES)
+def test_corrections_without_degenerate_weights_are_unbiased(name: str) -> None:
+    found, largest = estimated_change(*UNBIASED_CHANGES[name], jax.random.split(jax.random.key(5), 20_000))
+    assert bias_in_standard_errors(np.asarray(found), exact_change()) < 4.5
+    assert bias_in_standard_errors(1.1 * np.asarray(found), exact_change()) > 4.5
+    assert np.max(largest) <= 2
+
+
+@pytest.mark.parametrize("name", BIASED_CHANGES)
+def test_biased_corrections_are_detected(name: str) -> None:
+    found, _ = estimated_change(*BIASED_CHANGES[name], jax.random.split(jax.random.key(5), 20_000))
+    assert bias_in_standard_errors(np.asarray(found), exact_change()) > 6
+
+
+def test_the_weights_of_defensive_sampling_are_the_naive_ones() -> None:
+    policy, estimator = SCORED[0], GPOMDP("leave-one-out")
+    parameters, previous, episodes = played(policy)
+    now, scores = naive_steps(policy, parameters, episodes)
+    before, scores_before = naive_steps(policy, previous, episodes)
+    rewards = np.asarray(episodes.rewards, np.float64)
+    chances = [np.exp(np.cumsum(each, axis=2)) for each in (now, before)]
+    weights = [2 * each / (chances[0] + chances[1]) for each in chances]
+    expected = [
+        naive_gradient(of, naive_coefficients(estimator, rewards, 0.98, weight))
+        for of, weight in zip((scores, scores_before), weights, strict=True)
+    ]
+    points = jnp.stack([parameters, previous], axis=1)
+    batch = SmallBatch(policy, parameters, previous, points, episodes, estimator, 0.98, CLOCK)
+    *found, _ = jax.jit(lambda: DefensiveSampling("per-decision").terms(batch))()
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
 # The variance of PAGE
 
 
@@ -624,19 +707,9 @@ def page(episodes: Episodes, previous: Array, direction: Array) -> tuple[list[Ar
 
     def estimate(size: int, gate: float) -> Array:
         steps = episodes.steps
-        batch = replace(jax.tree.map(lambda values: values[:, :size] if values.ndim else values, episodes), steps=steps)
-        return corrected_gradient(
-            POLICY,
-            parameters,
-            batch,
-            previous=before,
-            direction=carried,
-            estimator=GPOMDP(),
-            importance=TRAJECTORY,
-            gate=gate,
-            discount=DISCOUNT,
-            clock=clock,
-        )[0]
+        some = replace(jax.tree.map(lambda values: values[:, :size] if values.ndim else values, episodes), steps=steps)
+        batch = SmallBatch(POLICY, parameters, before, parameters[:, None], some, GPOMDP(), DISCOUNT, clock)
+        return corrected_gradient(batch, direction=carried, importance=TRAJECTORY, gate=gate)[0]
 
     return [estimate(size, 1.0) for size in BATCHES], estimate(4, 0.0)
 

@@ -34,7 +34,8 @@ DIMENSION, ITERATIONS, ROUNDS = 4, 3, 1
 class Exact:
     """A computation whose vectors have the same bits on every machine."""
 
-    dimension, num_iterations, rounds, state_dimension = DIMENSION, ITERATIONS, ROUNDS, DIMENSION
+    dimension, num_iterations, rounds = DIMENSION, ITERATIONS, ROUNDS
+    state_dimension = snapshot_dimension = DIMENSION
     plan_digest = "exact"
 
     def __init__(self, own: int) -> None:

@@ -11,7 +11,7 @@ from byzpg.envs import host
 from byzpg.federation.algorithms import ALGORITHMS
 
 # The options that take a member of a family, where they do not have its name.
-OPTIONS = {"importance weights": "--importance", "environment": "--env"}
+OPTIONS = {"correction": "--importance", "environment": "--env"}
 
 
 @dataclass(frozen=True)

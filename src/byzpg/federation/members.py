@@ -5,7 +5,7 @@ them, under a key of each member's own: a member with the simulator's key draws 
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from byzpg.envs.host import HostTask
-from byzpg.federation.algorithms import Agent, AgentState, Federation, Sampled
+from byzpg.federation.algorithms import Agent, AgentState, Federation, History, Sampled
 from byzpg.federation.devices import QUICK_COMPILATION
 from byzpg.federation.schedule import Schedule, iteration_stream, play_stream, round_stream
 from byzpg.learning.rollouts import Episodes, PlayAttacks
@@ -75,6 +75,8 @@ class Peer:
         self.dimension = len(first)
         self._state = self.agent.initial(first[None])
         self._advanced = self._state
+        # The history at the beginning of the iteration, and with its estimate.
+        self._history = self._longer = self.agent.initial_history(first[None])
         self._attack = attack
         self.returns, self.steps = np.zeros(0), 0  # of the last batch of episodes
         self.outcome = Outcome(0.0, None)  # of the last round
@@ -94,7 +96,7 @@ class Peer:
         return np.asarray(self._state.parameters[0])
 
     def begin(self, iteration: int) -> np.ndarray:
-        """Return the member's gradient estimate ṽ_t [d], from episodes of its own."""
+        """Return what the member sends [d]: its estimate ṽ_t from episodes of its own or, with momentum, m_t."""
         if iteration == self.plan.output_iteration:
             self.on_output(self.parameters)
         return self._gradient(iteration)
@@ -103,7 +105,8 @@ class Peer:
         large = bool(self.plan.large[iteration])
         own, sampled = self._player.sample(self._state, self.index, iteration, large, self._attack)
         self.returns, self.steps = np.asarray(sampled.returns[0]), int(np.sum(sampled.lengths[0]))
-        return np.asarray(own[0])
+        self._longer, message = _remember(self.agent, self._history, own[:1])
+        return np.asarray(message[0])
 
     def combine(self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray) -> np.ndarray | None:
         """Combine the vectors of one round.
@@ -124,44 +127,47 @@ class Peer:
         self.outcome = Outcome(float(diameter), None if weights is None else np.asarray(weights))
         if phase == 0:
             own = jnp.asarray(received[self.index])[None]
-            self._advanced = _advance(self.agent, self._state, own, combined[None])
+            large = bool(self.plan.large[iteration])
+            self._advanced = _advance(self.agent, self._state, own, combined[None], large)
             vector = self._advanced.parameters
         else:
             vector = combined[None]
         if phase < self.rounds:
             return np.asarray(vector[0])
         self._state = self._settled(vector) if self.rounds else self._advanced
+        self._history = self._longer
         return None
 
     def _settled(self, agreed: Array) -> AgentState:
         return _settle(self.agent, self._state.parameters, self._advanced, agreed)
 
-    # The state as one vector: what a checkpoint keeps, and what members send to one that fell behind.
+    # The state as one vector. A checkpoint keeps the whole snapshot; members send one that fell behind the state, with
+    # which a snapshot begins. Their histories are of no use to it.
 
     @property
     def state_dimension(self) -> int:
-        return len(self.snapshot())
+        return self.dimension * len(_vectors(self._state))
+
+    @property
+    def snapshot_dimension(self) -> int:
+        return self.dimension * len(_vectors((self._state, self._history)))
 
     def snapshot(self) -> np.ndarray:
-        """θ_t, θ_{t−1}, v̂_{t−1} and the optimizer's moments, one after the other."""
-        return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in _vectors(self._state)])
+        """θ_t, θ_{t−1}, v̂_{t−1}, the optimizer's moments and, with momentum, m_{t−1}, one after the other."""
+        vectors = _vectors((self._state, self._history))
+        return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in vectors])
 
     def restore(self, iteration: int, snapshot: np.ndarray) -> None:
-        rows = iter(np.asarray(snapshot, np.float32).reshape(-1, self.dimension))
-
-        def restored(leaf: Array) -> Array:
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
-                return jnp.asarray(next(rows)).reshape(leaf.shape)
-            return jnp.full_like(leaf, iteration)  # an optimizer's count of its steps
-
-        self._state = self._advanced = jax.tree.map(restored, self._state)
+        state, self._history = _restored((self._state, self._history), iteration, snapshot, self.dimension)
+        self._state = self._advanced = state
 
     def adopt(self, iteration: int, states: Sequence[np.ndarray | None]) -> None:
         """Take over the state of the other members [K], combined part by part with the agreement rule.
 
         The member's own state is out of date, and some states are missing. The coordinate-wise median of the others,
         which attackers cannot move far, replaces them: some rules start from the receiver's own row, and all rules need
-        K − f sound rows.
+        K − f sound rows. The member's history begins anew from v̂_{t−1}, which the others have in common: its distance
+        from the honest agents' mean is the error of an aggregate, and each further estimate of its own counts as ever.
         """
         rule, found = self.agreement or self.aggregator, [state for state in states if state is not None]
         median = np.median(np.stack(found), axis=0).astype(np.float32)
@@ -176,7 +182,9 @@ class Peer:
         # An attacker may have pushed a variance near 0 below 0. Clipping brings every entry back between honest ones.
         ordered = np.sort(np.stack(found), axis=0)
         low, high = ordered[self.num_byzantine], ordered[-self.num_byzantine - 1]
-        self.restore(iteration, np.clip(np.concatenate(combined), low, high))
+        state = np.clip(np.concatenate(combined), low, high)
+        self._state = self._advanced = _restored(self._state, iteration, state, self.dimension)
+        self._history = self.agent.recalled(self._state.direction, jnp.full(1, iteration, jnp.int32))
 
     def false_messages(self, attack: Attack, iteration: int, phase: int, truth: np.ndarray) -> list[np.ndarray]:
         """What an attacker in this place sends to each member [K].
@@ -193,7 +201,7 @@ class Peer:
 
     def warm_up(self) -> None:
         """Compile everything, so that it costs nobody a round."""
-        state, returns = self._state, self.returns
+        state, history, returns = self._state, self._history, self.returns
         all_present = np.ones(self.num_members, bool)
         sizes = {bool(large): iteration for iteration, large in reversed(list(enumerate(self.plan.large)))}
         vector = np.zeros(self.dimension, np.float32)
@@ -204,11 +212,11 @@ class Peer:
             self.combine(0, phase, rows, all_present)
         if self.rounds:
             self._settled(jnp.asarray(vector)[None])
-        self._state, self._advanced, self.returns = state, state, returns
+        self._state, self._advanced, self._history, self.returns = state, state, history, returns
 
 
 class Worker:
-    """The agent at one position beneath a trusted server (Alg. 1): it keeps nothing but its random numbers.
+    """The agent at one position beneath a trusted server (Alg. 1): it keeps its random numbers and, with momentum, m_t.
 
     Args:
         federation: The federation, the same at the server.
@@ -230,12 +238,36 @@ class Worker:
         self.federation, self.index = federation, index
         self._player, self._attack = _Player(federation.agent, _key(key_data), as_simulated), attack
         self.returns = np.zeros(0)  # of the last batch of episodes
+        self._iteration = -1  # of the last batch
+        # By agent, as an attacker in a rehearsal computes the messages of others: before the last batch, and with it.
+        self._histories: dict[int, History | None] = {}
+        self._longer: dict[int, History | None] = {}
+
+    @property
+    def memory(self) -> dict[str, np.ndarray]:
+        """What to `recall` in another process; nothing without momentum."""
+        kept = self._histories | self._longer
+        return {
+            f"{part}-{index}": np.asarray(value)
+            for index, history in kept.items()
+            if history is not None
+            for part, value in vars(history).items()
+        }
+
+    def recall(self, memory: Mapping[str, np.ndarray]) -> None:
+        """Continue from the memory of another process. A worker that cannot begins anew, as in iteration 0."""
+        indices = {int(name.partition("-")[2]) for name in memory}
+        self._longer = {}
+        self._histories = {
+            index: History(jnp.asarray(memory[f"mean-{index}"]), jnp.asarray(memory[f"count-{index}"]))
+            for index in indices
+        }
 
     def gradient(self, iteration: int, parameters: np.ndarray) -> np.ndarray:
-        """ṽ [d] at the server's θ [d], from a large batch of episodes of its own."""
-        estimate, sampled = self._sample(self.index, iteration, parameters)
+        """The message [d] at the server's θ [d], from a large batch of episodes of its own: ṽ or, with momentum, m."""
+        message, sampled = self._sample(self.index, iteration, parameters)
         self.returns = np.asarray(sampled.returns)[0]
-        return np.asarray(estimate)[0]
+        return np.asarray(message)[0]
 
     def false_gradient(
         self, attack: Attack, iteration: int, parameters: np.ndarray, attackers: Sequence[int]
@@ -246,7 +278,7 @@ class Worker:
         """
         federation, attackers = self.federation, sorted(attackers)
         agents = range(federation.num_agents)
-        vectors = jnp.concatenate([self._sample(index, iteration, parameters)[0][:1] for index in agents])
+        vectors = jnp.concatenate([self._sample(index, iteration, parameters)[0] for index in agents])
         key = attack_key(self._player.stream(iteration, round_stream(len(agents), 0)))
         knowledge = Knowledge(
             vectors,
@@ -262,7 +294,14 @@ class Worker:
         held = jnp.asarray(np.asarray(parameters, np.float32)[None])
         state = AgentState(held, held, held, ())  # of all this, a large batch looks at θ alone
         attack = self._attack if index == self.index else None
-        return self._player.sample(state, index, iteration, large=True, attack=attack)
+        own, sampled = self._player.sample(state, index, iteration, large=True, attack=attack)
+        if iteration != self._iteration:  # a batch that is sampled again is remembered once
+            self._histories |= self._longer
+            self._longer, self._iteration = {}, iteration
+        agent = self.federation.agent
+        history = self._histories.get(index) or agent.initial_history(held)
+        self._longer[index], message = _remember(agent, history, own[:1])
+        return message, sampled
 
 
 class Server:
@@ -279,7 +318,7 @@ class Server:
         self, federation: Federation, schedule: Schedule, key_data: np.ndarray, *, as_simulated: bool = False
     ) -> None:
         if not federation.centralized:
-            raise ValueError("this algorithm has no server: use ByzPG or Fed-PAGE-PG.")
+            raise ValueError("this algorithm has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG.")
         self.agent, self.aggregator = federation.agent, federation.aggregator
         self.num_workers, self.num_byzantine = federation.num_agents, federation.num_byzantine
         self._player = _Player(federation.agent, _key(key_data), as_simulated)
@@ -313,7 +352,7 @@ class Server:
         combined, _, _, defined = _combine(self.aggregator, self.num_byzantine, received, present, None, key)
         if not (defined and jnp.all(jnp.isfinite(combined))):
             return False
-        self._state = _advance(self.agent, self._state, combined[None], combined[None])
+        self._state = _advance(self.agent, self._state, combined[None], combined[None], True)
         return True
 
     def sample(self, iteration: int) -> np.ndarray:
@@ -322,7 +361,7 @@ class Server:
         A server has no stream for play of its own: it uses agent 0's, as in the simulator.
         """
         own, sampled = self._player.sample(self._state, 0, iteration, large=False)
-        self._state = _advance(self.agent, self._state, own[:1], own[:1])
+        self._state = _advance(self.agent, self._state, own[:1], own[:1], False)
         return np.asarray(sampled.returns[0])
 
 
@@ -360,24 +399,42 @@ class _Player:
         """The estimate [1, d] of one agent from a batch of its own, with the random numbers of agent `index`."""
         agent, keys = self.agent, self.stream(iteration, play_stream(index))[None]
         attack = attack if attack is not None and attack.poisons_play else None
+        points = _points(agent, state, keys, large)
         if isinstance(agent.env, HostTask):
-            episodes = agent.play(state.parameters, keys, large, _on_play(attack))
+            episodes = agent.play(points, keys, large, _on_play(attack))
         else:
-            episodes = _play(agent, state.parameters, keys, large, attack)
-        return _estimate(agent, large, self.as_simulated, state, episodes)
+            episodes = _play(agent, points, keys, large, attack)
+        return _estimate(agent, large, self.as_simulated, state, points, episodes)
 
 
-def _vectors(state: AgentState) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+def _vectors(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def _restored(tree: Any, iteration: int, vectors: np.ndarray, dimension: int) -> Any:
+    """The tree with other vectors; its whole numbers count iterations."""
+    rows = iter(np.asarray(vectors, np.float32).reshape(-1, dimension))
+
+    def of(leaf: Array) -> Array:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.asarray(next(rows)).reshape(leaf.shape)
+        return jnp.full_like(leaf, iteration)
+
+    return jax.tree.map(of, tree)
 
 
 # Compiled once, whatever the numbers are.
 _stream_key = jax.jit(iteration_stream)
 
 
+@partial(jax.jit, static_argnames=("agent", "large"), compiler_options=QUICK_COMPILATION)
+def _points(agent: Agent, state: AgentState, keys: Array, large: bool) -> Array:
+    return agent.points(state, keys, large)
+
+
 @partial(jax.jit, static_argnames=("agent", "large", "attack"), compiler_options=QUICK_COMPILATION)
-def _play(agent: Agent, parameters: Array, keys: Array, large: bool, attack: Attack | None) -> Episodes:
-    return agent.play(parameters, keys, large, _on_play(attack))
+def _play(agent: Agent, points: Array, keys: Array, large: bool, attack: Attack | None) -> Episodes:
+    return agent.play(points, keys, large, _on_play(attack))
 
 
 def _on_play(attack: Attack | None) -> PlayAttacks:
@@ -386,17 +443,24 @@ def _on_play(attack: Attack | None) -> PlayAttacks:
 
 
 @partial(jax.jit, static_argnames=("agent", "large", "as_simulated"), compiler_options=QUICK_COMPILATION)
-def _estimate(agent: Agent, large: bool, as_simulated: bool, state: AgentState, episodes: Episodes) -> Any:
+def _estimate(
+    agent: Agent, large: bool, as_simulated: bool, state: AgentState, points: Array, episodes: Episodes
+) -> Any:
     if as_simulated:  # in a batch of two, whose products are rounded as those of any other batch
-        state, episodes = jax.tree.map(
-            lambda leaf: jnp.concatenate([leaf, leaf]) if leaf.ndim else leaf, (state, episodes)
+        state, points, episodes = jax.tree.map(
+            lambda leaf: jnp.concatenate([leaf, leaf]) if leaf.ndim else leaf, (state, points, episodes)
         )
-    return agent.estimate(state, episodes, large)
+    return agent.estimate(state, points, episodes, large)
 
 
 @partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)
-def _advance(agent: Agent, state: AgentState, own: Array, aggregated: Array) -> AgentState:
-    return agent.advance(state, own, aggregated)
+def _remember(agent: Agent, history: History | None, estimate: Array) -> tuple[History | None, Array]:
+    return agent.remember(history, estimate)
+
+
+@partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)
+def _advance(agent: Agent, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
+    return agent.advance(state, own, aggregated, large)
 
 
 @partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)

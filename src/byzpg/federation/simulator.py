@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from byzpg.envs.host import HostTask
 from byzpg.federation import devices
-from byzpg.federation.algorithms import Agent, AgentState, Federation, Sampled
+from byzpg.federation.algorithms import Agent, AgentState, Federation, History, Sampled
 from byzpg.federation.devices import BY_SEED, EVERYWHERE, QUICK_COMPILATION, ByAgent, ByCoordinate, layout, placed
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
 from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
@@ -41,6 +41,7 @@ class SimulationState:
     """All that continues one federation; arrays of agents lead with [seed, holder]."""
 
     agents: AgentState
+    histories: History | None  # of all agents, also those of a server [seed, agent, ...]
     output: Array  # θ_T̂ [seed, holder, d], once iteration T̂ has come
     iteration: Array
 
@@ -179,11 +180,12 @@ def _start(seeds: Array, codes: Federations) -> States:
     initial = jax.vmap(partial(agent.conventions.initial_parameters, agent.policy))(_keys(seeds, INITIAL))
 
     @cache  # federations that start alike start from the same arrays
-    def of(agent: Agent, num_holders: int) -> SimulationState:
+    def of(agent: Agent, num_holders: int, num_agents: int) -> SimulationState:
         agents = _split(agent.initial(jnp.repeat(initial, num_holders, axis=0)), len(seeds))
-        return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
+        histories = _split(agent.initial_history(jnp.repeat(initial, num_agents, axis=0)), len(seeds))
+        return SimulationState(agents, histories, agents.parameters, jnp.zeros((), jnp.int32))
 
-    return tuple(of(code.agent, code.num_holders) for code in codes)
+    return tuple(of(code.agent, code.num_holders, code.num_agents) for code in codes)
 
 
 @partial(jax.jit, static_argnames=("codes", "mesh"))
@@ -344,10 +346,10 @@ def _run_on_host(
             continue
         large = batch == LARGE
         # One device: the policies of one time step are too little work to divide.
-        players = jax.device_put(_players_now(states, keys, codes, large), mesh.devices.flat[0])
+        now = _players_now(states, keys, numbers, codes=codes, large=large)
+        players, points = jax.device_put(now, mesh.devices.flat[0])
         attacks = _attacks_on_play(_tables(codes), [players], len(keys.attackers))
-        parameters, play_keys = _merge((players.agents.parameters, players.keys))
-        episodes = codes[0].agent.play(parameters, play_keys, large, attacks)
+        episodes = codes[0].agent.play(points, _merge(players.keys), large, attacks)
         states, (entry,) = _run_iteration(
             states,
             keys,
@@ -489,9 +491,16 @@ def _players(table: _Table, state: SimulationState, draws: Draws, large: bool) -
 
 
 @partial(jax.jit, static_argnames=("codes", "large"))
-def _players_now(states: States, keys: Keys, codes: Federations, large: bool) -> Players:
-    (table,) = tables = _tables(codes)
-    return _players(table, states[0], _draws(tables, states[0].iteration, keys)[0], large)
+def _players_now(
+    states: States, keys: Keys, numbers: Array, *, codes: Federations, large: bool
+) -> tuple[Players, Array]:
+    """The players of one federation, and the parameters with which they play [row × player, point, d]."""
+    (table,), (state,) = tables, _ = _tables(codes), states
+    (draws,) = _draws(tables, state.iteration, keys)
+    this = _Iteration(table, table.with_numbers(numbers, len(keys.attackers)), ByAgent(), state, draws)
+    players = _players(table, state, draws, large)
+    merged, agent = _merge(players), _repeated(this.agent, table.code.num_players(large))
+    return players, agent.points(merged.agents, merged.keys, large)
 
 
 def _attacks_on_play(tables: tuple[_Table, ...], players: list[Players], num_seeds: int) -> PlayAttacks:
@@ -529,15 +538,16 @@ def _estimates(
     played = _separated(episodes, sizes) if len(groups) > 1 else []
     results: dict[int, tuple[Array, Sampled]] = {}
     for code, members in groups.items():
-        states = joined([players[index] for index in members]).agents
+        together = joined([players[index] for index in members])
         agent = with_numbers(code, joined([separated[index][1] for index in members]))
         theirs = joined([played[index] for index in members]) if played else episodes
-        found = agent.estimate(states, theirs, large)
+        points = agent.points(together.agents, together.keys, large)
+        found = agent.estimate(together.agents, points, theirs, large)
         results |= zip(members, _separated(found, [sizes[index] for index in members]), strict=True)
     return [results[index] for index in range(len(agents))]
 
 
-# Plays a batch: parameters, keys, whether it is large, and the attacks on play.
+# Plays a batch: parameters [player, point, d], keys, whether it is large, and the attacks on play.
 Play = Callable[[Array, Array, bool, PlayAttacks], Episodes]
 
 
@@ -564,13 +574,17 @@ def _iteration(
         """The estimates [row, player, d] of some players of each table, and what they sampled."""
         attacks = _attacks_on_play(tables, players, num_seeds)
         players = _merge(players)
-        # Not whole players: the optimizers of other tables may have other states.
-        parameters, play_keys = joined([(each.agents.parameters, each.keys) for each in players])
-        episodes = play(parameters, play_keys, batch_is_large, attacks)
         agents = [
             _repeated(this.agent, len(each.keys) // this.num_rows)
             for this, each in zip(iterations, players, strict=True)
         ]
+        points, play_keys = joined(
+            [
+                (agent.points(each.agents, each.keys, batch_is_large), each.keys)
+                for agent, each in zip(agents, players, strict=True)
+            ]
+        )
+        episodes = play(points, play_keys, batch_is_large, attacks)
         results = stored(_estimates(agents, players, episodes, batch_is_large))
         return [_split(result, this.num_rows) for this, result in zip(iterations, results, strict=True)]
 
@@ -578,13 +592,15 @@ def _iteration(
         """What the players estimate; where the batch decides whether servers aggregate, also what they aggregate."""
         players = [_players(each.table, each.state, each.draws, batch_is_large) for each in iterations]
         results = by.for_agents(partial(estimates, batch_is_large), players)
-        found = [this.gradients(*result) for this, result in zip(iterations, results, strict=True)]
+        found = [
+            this.gradients(*result, large=batch_is_large) for this, result in zip(iterations, results, strict=True)
+        ]
         return _aggregated(iterations, found, at_servers, by) if both_sizes and batch_is_large else found
 
     found = _either(large, partial(estimated, True), partial(estimated, False))
     others = [each for each in iterations if each not in at_servers]
     found = _aggregated(iterations, found, iterations if large is True else others, by)
-    outcomes = [this.finish(gradients) for this, gradients in zip(iterations, found, strict=True)]
+    outcomes = [this.finish(gradients, large) for this, gradients in zip(iterations, found, strict=True)]
     following, metrics = zip(*outcomes, strict=True)
     return following, metrics
 
@@ -594,7 +610,8 @@ def _iteration(
 class _Gradients:
     """The gradients of a table's players, later those of its holders of parameters, and what is known of them."""
 
-    own: Array  # [row, player, d]
+    histories: History | None  # of all agents [row, agent, ...]
+    own: Array  # what the players would send [row, player, d]
     aggregated: Array  # [row, holder, d]; `own` until there is an aggregate
     sampled: SampleMetrics
     exchanged: ExchangeMetrics
@@ -645,11 +662,16 @@ class _Iteration:
         code = self.table.code.agent
         return with_numbers(code, joined([without_numbers(each.agent)[1] for each in self.federations]))
 
-    def gradients(self, estimates: Array, sampled: Sampled) -> _Gradients:
+    def gradients(self, estimates: Array, sampled: Sampled, *, large: bool) -> _Gradients:
         """What the players estimated, before any message."""
         is_honest = self.draws.honest_players(estimates.shape[1])
         metrics = _sample_metrics(is_honest, sampled)
-        return _Gradients(estimates, estimates, metrics, ExchangeMetrics.none(self.num_rows))
+        histories = self.state.histories
+        if large or not self.table.code.centralized:  # a server that samples alone sends nothing
+            agent = _repeated(self.agent, self.table.code.num_agents)
+            found = agent.remember(_merge(histories), _merge(estimates))
+            histories, estimates = self.by.kept(_split(found, self.num_rows))
+        return _Gradients(histories, estimates, estimates, metrics, ExchangeMetrics.none(self.num_rows))
 
     def rounds(self, phase: Phase, vectors: Array, message_keys: Array) -> list[Round]:
         """The rounds of messages of each kind, for vectors [row, agent, d]."""
@@ -673,12 +695,12 @@ class _Iteration:
             )
         return rounds
 
-    def finish(self, gradients: _Gradients) -> tuple[SimulationState, Metrics]:
+    def finish(self, gradients: _Gradients, large: Array | bool) -> tuple[SimulationState, Metrics]:
         """The rest of the iteration, once all holders of parameters have their aggregate."""
         code, state, num_rows = self.table.code, self.state, self.num_rows
         agent = _repeated(self.agent, code.num_holders)
         before = _merge(state.agents)
-        agents = agent.advance(before, _merge(gradients.own), _merge(gradients.aggregated))
+        agents = agent.advance(before, _merge(gradients.own), _merge(gradients.aggregated), large)
 
         diameters = jnp.full((2, num_rows), jnp.nan)
         if code.agrees:
@@ -699,7 +721,8 @@ class _Iteration:
             diameter_before=diameters[0],
             diameter_after=diameters[1],
         )
-        return SimulationState(self.by.kept(_split(agents, num_rows)), state.output, state.iteration + 1), metrics
+        agents = self.by.kept(_split(agents, num_rows))
+        return SimulationState(agents, gradients.histories, state.output, state.iteration + 1), metrics
 
 
 def _repeated(agent: Agent, times: int) -> Agent:

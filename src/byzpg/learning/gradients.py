@@ -1,4 +1,4 @@
-"""Policy-gradient estimates from episodes: REINFORCE, GPOMDP, importance weights, the PAGE correction.
+"""Policy-gradient estimates from episodes: REINFORCE, GPOMDP, and the corrections of PAGE's small batches.
 
 Every estimate is Σ_t c_t ∇log π(a_t|s_t), averaged over episodes. An estimator therefore only computes the coefficients
 c [agent, episode, time]; one function, `weighted_scores`, computes the gradients for all estimators.
@@ -17,6 +17,9 @@ from jax import Array, lax
 from byzpg.learning.policies import Policy, Weights
 from byzpg.learning.rollouts import Clock, Episodes
 from byzpg.robust.components import Component, by_platform, check_choice, check_positive
+
+# The purpose of a random number under an agent's key, beside those of rollouts.
+PLACE = 5
 
 # One number for all agents, or one per agent [agent].
 Number = float | Array
@@ -62,14 +65,13 @@ class Estimator(Component):
         return num_episodes / (num_episodes - 1) * (values - jnp.mean(values, axis=1, keepdims=True))
 
     @abstractmethod
-    def coefficients(self, rewards: Array, discount: Number, log_weights: Array | None) -> Array:
+    def coefficients(self, rewards: Array, discount: Number, weights: Array | None) -> Array:
         """Compute the coefficients c [agent, episode, time].
 
         Args:
             rewards: [agent, episode, time], 0 after an episode's end.
             discount: γ, one number or one per agent [agent].
-            log_weights: The logarithm of the importance weight of the steps up to each time [agent, episode, time].
-                None: all weights are 1.
+            weights: The weight of the steps up to each time [agent, episode, time]. None: all weights are 1.
         """
 
 
@@ -77,10 +79,10 @@ class Estimator(Component):
 class REINFORCE(Estimator):
     """g(τ|θ) = (Σ_h ∇log π(a_h|s_h)) (Σ_h γ^h r_h − b) (Williams 1992)."""
 
-    def coefficients(self, rewards: Array, discount: Number, log_weights: Array | None) -> Array:
+    def coefficients(self, rewards: Array, discount: Number, weights: Array | None) -> Array:
         total = self._centred(jnp.sum(rewards * _discounts(rewards, discount), axis=2))
-        if log_weights is not None:
-            total = _weighted(total, log_weights[:, :, -1])
+        if weights is not None:
+            total = _weighted(total, weights[:, :, -1])
         return jnp.broadcast_to(total[:, :, None], rewards.shape)
 
 
@@ -88,17 +90,17 @@ class REINFORCE(Estimator):
 class GPOMDP(Estimator):
     """g(τ|θ) = Σ_t ∇log π(a_t|s_t) Σ_{h≥t} (γ^h r_h − b_h) (Baxter & Bartlett 2001)."""
 
-    def coefficients(self, rewards: Array, discount: Number, log_weights: Array | None) -> Array:
+    def coefficients(self, rewards: Array, discount: Number, weights: Array | None) -> Array:
         # The baseline continues after an episode's end: if it stopped there, it would depend on the episode.
         gains = self._centred(rewards * _discounts(rewards, discount))
-        if log_weights is not None:
-            gains = _weighted(gains, log_weights)
+        if weights is not None:
+            gains = _weighted(gains, weights)
         return lax.cumsum(gains, axis=2, reverse=True)
 
 
-def _weighted(gains: Array, log_weights: Array) -> Array:
+def _weighted(gains: Array, weights: Array) -> Array:
     # A gain of 0 stays 0 even if its weight has overflowed.
-    return jnp.where(gains == 0, 0, gains * jnp.exp(log_weights))
+    return jnp.where(gains == 0, 0, gains * weights)
 
 
 def _discounts(rewards: Array, discount: Number) -> Array:
@@ -106,7 +108,68 @@ def _discounts(rewards: Array, discount: Number) -> Array:
 
 
 @dataclass(frozen=True)
-class ImportanceWeights(Component):
+class SmallBatch:
+    """What a correction is computed from; arrays lead with [agent]."""
+
+    policy: Policy
+    parameters: Array  # θ_t [agent, d]
+    previous: Array  # θ_{t−1} [agent, d]
+    played: Array  # [agent, point, d], see `Correction.points`
+    episodes: Episodes
+    estimator: Estimator
+    discount: Number
+    clock: Clock
+
+    def log_probabilities(self, parameters: Array) -> Array:
+        """log π of every step [agent, episode, time] under parameters [agent, d]."""
+        return log_probabilities(self.policy, parameters, self.episodes, self.clock)
+
+    def coefficients(self, weights: Array | None) -> Array:
+        """The estimator's coefficients [agent, episode, time] with these weights."""
+        return self.estimator.coefficients(self.episodes.rewards, self.discount, weights)
+
+    def scores(self, parameters: Array, coefficients: Array) -> Array:
+        """Σ_t c_t ∇log π(a_t|s_t) [set, agent, d] for sets of parameters and coefficients."""
+        return weighted_scores(self.policy, parameters, self.episodes, coefficients, self.clock)
+
+    def gradients(self, now: Array | None, before: Array) -> tuple[Array, Array]:
+        """The weighted gradients at θ_t and at θ_{t−1} [agent, d], with weights [agent, episode, time] of each."""
+        coefficients = jnp.stack([self.coefficients(now), self.coefficients(before)])
+        here, there = self.scores(jnp.stack([self.parameters, self.previous]), coefficients)
+        return here, there
+
+
+class Correction(Component):
+    """How a small batch estimates the change from ∇J(θ_{t−1}) to ∇J(θ_t)."""
+
+    num_points: ClassVar[int] = 1  # an agent plays equal parts of a small batch with so many sets of parameters
+
+    @property
+    def weighs_rewards(self) -> bool:
+        """Whether it weighs rewards one by one, as only GPOMDP can."""
+        return False
+
+    def points(self, parameters: Array, previous: Array, keys: Array) -> Array:
+        """The parameters [agent, point, d] with which agents with fresh keys [agent] play a small batch."""
+        return parameters[:, None]
+
+    @abstractmethod
+    def terms(self, batch: SmallBatch) -> tuple[Array, Array, "Health"]:
+        """Two estimates [agent, d] whose difference estimates ∇J(θ_t) − ∇J(θ_{t−1}), and the health of their weights.
+
+        The first one estimates ∇J(θ_t), except for corrections that estimate the difference directly.
+        """
+
+
+def _up_to_here(steps: Array, per_decision: bool) -> Array:
+    """What steps [agent, episode, time] add up to: up to each of them or, everywhere, over the whole episode."""
+    if per_decision:
+        return jnp.cumsum(steps, axis=2)
+    return jnp.broadcast_to(jnp.sum(steps, axis=2, keepdims=True), steps.shape)
+
+
+@dataclass(frozen=True)
+class ImportanceWeights(Correction):
     """ω = p(τ|θ_{t−1})/p(τ|θ_t) = exp Σ_h [log π_{θ_{t−1}} − log π_{θ_t}], always in log space.
 
     Attributes:
@@ -130,6 +193,10 @@ class ImportanceWeights(Component):
         if self.floor != 0:
             check_positive(self, floor=self.floor)
 
+    @property
+    def weighs_rewards(self) -> bool:
+        return self.mode == "per-decision"
+
     def log_weights(self, before: Array, now: Array) -> tuple[Array, "Health"]:
         """Compute log ω [agent, episode, time] and the health of the weights.
 
@@ -137,32 +204,72 @@ class ImportanceWeights(Component):
             before: log π_{θ_{t−1}} of every step [agent, episode, time].
             now: log π_{θ_t} of every step [agent, episode, time].
         """
-
-        def up_to_here(steps: Array) -> Array:
-            if self.mode == "per-decision":
-                return jnp.cumsum(steps, axis=2)
-            return jnp.broadcast_to(jnp.sum(steps, axis=2, keepdims=True), steps.shape)
-
+        up_to_here = partial(_up_to_here, per_decision=self.weighs_rewards)
         plain = up_to_here(before - now)
         if not (isinstance(self.floor, int | float) and self.floor == 0):  # log(p + ε) = log p + log(1 + ε/p)
             plain -= jax.nn.softplus(per_agent(_log(self.floor), 3) - up_to_here(now))
-        whole = plain[:, :, -1]
         limit = jnp.inf if self.cap is None else per_agent(_log(self.cap), 2)
         capped = jnp.minimum(plain, jnp.expand_dims(limit, 2)) if self.cap is not None else plain
-        # The effective sample size does not change if all weights are divided by the largest. This avoids overflow.
-        highest, size = jnp.max(capped[:, :, -1], axis=1), whole.shape[1]
-        relative = jnp.exp(capped[:, :, -1] - highest[:, None])
-        sample = jnp.square(jnp.sum(relative, axis=1)) / jnp.sum(jnp.square(relative), axis=1) / size
-        # One weight alone cannot be uneven.
-        evenness = jnp.clip((size * sample - 1) / (size - 1), 0, 1) if size > 1 else jnp.ones_like(sample)
-        level = highest + jnp.log(jnp.mean(relative, axis=1))
-        health = Health(
-            largest=jnp.exp(jnp.max(whole, axis=1)),
-            effective_sample=sample,
-            capped=jnp.mean(whole > limit, axis=1, dtype=whole.dtype),
-            gate=evenness * jnp.exp(-jnp.abs(level)),
-        )
-        return capped, health
+        return capped, Health.of(plain[:, :, -1], limit)
+
+    def terms(self, batch: SmallBatch) -> tuple[Array, Array, "Health"]:
+        before = batch.log_probabilities(batch.previous)
+        log_weights, health = self.log_weights(before, batch.episodes.log_probabilities)
+        return *batch.gradients(None, jnp.exp(log_weights)), health
+
+
+@dataclass(frozen=True)
+class DefensiveSampling(Correction):
+    """Half of a small batch is played with θ_{t−1}, so that no weight exceeds 2 (Owen & Zhou 2000; unbiased).
+
+    The episodes come from q = ½ p(τ|θ_t) + ½ p(τ|θ_{t−1}), and the two gradients have the weights p(τ|θ_t)/q(τ) and
+    p(τ|θ_{t−1})/q(τ), which add up to 2.
+
+    Attributes:
+        mode: As for `ImportanceWeights`.
+    """
+
+    num_points: ClassVar[int] = 2
+
+    mode: Literal["trajectory", "per-decision"] = "trajectory"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "mode", self.mode, ("trajectory", "per-decision"))
+
+    @property
+    def weighs_rewards(self) -> bool:
+        return self.mode == "per-decision"
+
+    def points(self, parameters: Array, previous: Array, keys: Array) -> Array:
+        return jnp.stack([parameters, previous], axis=1)
+
+    def terms(self, batch: SmallBatch) -> tuple[Array, Array, "Health"]:
+        now, before = map(batch.log_probabilities, (batch.parameters, batch.previous))
+        ratio = _up_to_here(before - now, self.weighs_rewards)
+        weights = 2 * jax.nn.sigmoid(-ratio), 2 * jax.nn.sigmoid(ratio)
+        return *batch.gradients(*weights), Health.of(jnp.log(weights[1][:, :, -1]))
+
+
+@dataclass(frozen=True)
+class HessianVector(Correction):
+    """∇J(θ_t) − ∇J(θ_{t−1}) as ∇²J(θ)(θ_t − θ_{t−1}), θ uniform between both (HAPG, Shen et al. 2019; unbiased).
+
+    The batch is played with that θ, so there are no importance weights. For GPOMDP, with S_h = Σ_{t≤h} ∇log π_t and
+    u = θ_t − θ_{t−1}, it is Σ_h (γ^h r_h − b_h) ((S_h·u) S_h + ∇S_h u).
+    """
+
+    def points(self, parameters: Array, previous: Array, keys: Array) -> Array:
+        place = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, PLACE)))(keys)[:, None]
+        return (previous + place * (parameters - previous))[:, None]
+
+    def terms(self, batch: SmallBatch) -> tuple[Array, Array, "Health"]:
+        point, change = batch.played[:, 0], batch.parameters - batch.previous
+        _, along = jax.jvp(batch.log_probabilities, (point,), (change,))  # ∇log π_t·u
+        weighted = batch.coefficients(_up_to_here(along, isinstance(batch.estimator, GPOMDP)))
+        plain = batch.coefficients(None)
+        first = batch.scores(point[None], weighted[None])[0]
+        _, second = jax.jvp(lambda at: batch.scores(at[None], plain[None])[0], (point,), (change,))
+        return first + second, jnp.zeros_like(point), Health.perfect(len(point))
 
 
 @jax.tree_util.register_dataclass
@@ -176,6 +283,26 @@ class Health:
     # β of the gate "health": (ESS − 1/B)/(1 − 1/B) · min(m, 1/m), with the effective sample size ESS and the mean m of
     # ω. It is 1 if all weights are 1. It is near 0 if one weight dominates, or if m is far from 1, its expectation.
     gate: Array
+
+    @classmethod
+    def of(cls, log_weights: Array, limit: Array | float = jnp.inf) -> "Health":
+        """The health of weights [agent, episode], given by their logarithms, and capped at the limit."""
+        capped = jnp.minimum(log_weights, limit)
+        # The effective sample size does not change if all weights are divided by the largest. This avoids overflow.
+        highest, size = jnp.max(capped, axis=1), capped.shape[1]
+        relative = jnp.exp(capped - highest[:, None])
+        sample = jnp.square(jnp.sum(relative, axis=1)) / jnp.sum(jnp.square(relative), axis=1) / size
+        # One weight alone cannot be uneven.
+        evenness = (size * sample - 1) / (size - 1) if size > 1 else jnp.ones_like(sample)
+        log_mean = highest + jnp.log(jnp.mean(relative, axis=1))
+        gate = jnp.minimum(evenness, 1) * jnp.exp(-jnp.abs(log_mean))
+        return cls(
+            largest=jnp.exp(jnp.max(log_weights, axis=1)),
+            effective_sample=sample,
+            capped=jnp.mean(log_weights > limit, axis=1, dtype=log_weights.dtype),
+            # 0 below rounding: where the gate is open, m ≤ 1/eps, and no weight overflows.
+            gate=jnp.where(gate < jnp.finfo(gate.dtype).eps, 0, gate),
+        )
 
     @classmethod
     def perfect(cls, num_agents: int) -> "Health":
@@ -275,45 +402,22 @@ def gradient(
 
 
 def corrected_gradient(
-    policy: Policy,
-    parameters: Array,
-    episodes: Episodes,
-    *,
-    previous: Array,
-    direction: Array,
-    estimator: Estimator,
-    importance: ImportanceWeights,
-    gate: Number | Literal["health"],
-    discount: Number,
-    clock: Clock,
+    batch: SmallBatch, *, direction: Array, importance: Correction, gate: Number | Literal["health"]
 ) -> tuple[Array, Health]:
     """Estimate ∇J(θ_t) from a small batch by correcting an earlier direction (PAGE).
 
-    ṽ = (1/B) Σ g(τ_i|θ_t) + β (v̂_{t−1} − (1/B) Σ ω_i g(τ_i|θ_{t−1})).
+    ṽ = (1/B) Σ g(τ_i|θ_t) + β (v̂_{t−1} − (1/B) Σ ω_i g(τ_i|θ_{t−1})), or what the correction puts in place of the sums.
 
     Args:
-        policy: The policy's architecture.
-        parameters: θ_t [agent, d], with which the episodes were played.
-        episodes: B episodes of each agent.
-        previous: θ_{t−1} [agent, d].
+        batch: The batch.
         direction: v̂_{t−1} [agent, d].
-        estimator: g.
-        importance: ω.
+        importance: The correction, with ω in the paper.
         gate: β, one number (1 in the paper) or one per agent [agent], or "health": `Health.gate` of this batch.
-        discount: γ, one number or one per agent [agent].
-        clock: The spans of time for which gradients are computed at once.
 
     Returns:
         ṽ [agent, d], and the health of the importance weights.
     """
-    before = log_probabilities(policy, previous, episodes, clock)
-    log_weights, health = importance.log_weights(before, episodes.log_probabilities)
-    if isinstance(gate, int | float) and gate == 0:
-        return gradient(policy, parameters, episodes, estimator, discount, clock), health
-    opened = jnp.asarray(health.gate if isinstance(gate, str) else gate)
-    # βω, not ω: where the gate closes, ω may be too large for float32.
-    log_weights = log_weights + per_agent(jnp.log(opened), 3)
-    coefficients = [estimator.coefficients(episodes.rewards, discount, weights) for weights in (None, log_weights)]
-    both = jnp.stack([parameters, previous])
-    here, before = weighted_scores(policy, both, episodes, jnp.stack(coefficients), clock)
-    return here + (per_agent(opened, 2) * direction - before), health
+    here, before, health = importance.terms(batch)
+    opened = per_agent(health.gate if isinstance(gate, str) else gate, 2)
+    # A closed gate also keeps out weights that have overflowed.
+    return here + jnp.where(opened == 0, 0, opened * (direction - before)), health

@@ -94,7 +94,12 @@ class Computation(Interface):
     def dimension(self) -> int: ...
 
     @property
-    def state_dimension(self) -> int: ...
+    def state_dimension(self) -> int:
+        """The length of what members send to one that fell behind: the beginning of a snapshot."""
+        ...
+
+    @property
+    def snapshot_dimension(self) -> int: ...
 
     @property
     def plan_digest(self) -> str:
@@ -161,7 +166,7 @@ class LivePeer:
         self.successor: Amendment | None = None  # what replaces the manifest
         kept_messages = 2 * self.course.per_iteration + 2  # of this iteration, the one before, and both barriers
         self._outbox = store.records(f"outbox{manifest.suffix}.bin", kept_messages, self.codec.largest)
-        self._checkpoints = store.records("checkpoints.bin", 2, 8 + 4 * computation.state_dimension)
+        self._checkpoints = store.records("checkpoints.bin", 2, 8 + 4 * computation.snapshot_dimension)
         self._read_checkpoints()
         self._take_up_amendment()
         if self._checkpoint is not None:
@@ -465,7 +470,8 @@ class LivePeer:
         iteration = checkpoint.iteration
         if iteration not in self._states:
             step = self.course.first_step(iteration)
-            signed = self.codec.encode("state", step, checkpoint.snapshot, (), self.private.signing)
+            state = checkpoint.snapshot[: self.computation.state_dimension]
+            signed = self.codec.encode("state", step, state, (), self.private.signing)
             self._states = {each: state for each, state in self._states.items() if each == iteration - 1}
             self._states[iteration] = signed
         return self._states[iteration]

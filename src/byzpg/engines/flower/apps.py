@@ -64,9 +64,14 @@ def train(message: Message, context: Context) -> Message:
         attack=attack if isinstance(attack, Attack) else None,
         as_simulated=rehearsal is not None,
     )
+    memory = f"byzpg-memory-{context.run_id}"
+    kept = context.state.array_records.get(memory, {})  # nothing at the first message
+    worker.recall({name: array.numpy() for name, array in kept.items()})
     gradient = worker.gradient(server_round - 1, parameters)
     if isinstance(attack, Attack) and rehearsal is not None:
         gradient = worker.false_gradient(attack, server_round - 1, parameters, rehearsal.attackers)
+    if worker.memory:
+        context.state[memory] = ArrayRecord({name: Array(value) for name, value in worker.memory.items()})
     metrics = {"round": server_round, "position": position, "return": float(np.mean(worker.returns))}
     return _FAULTY_REPLIES.get(attack, _reply)(message, gradient, metrics)
 

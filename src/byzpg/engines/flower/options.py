@@ -130,7 +130,7 @@ def _settings(given: dict[str, Any]) -> Settings:
         if plain_name(str(values["algorithm"])) != plain_name(name):
             continue
         if not algorithm.centralized:
-            raise ValueError(f"run config: algorithm {name} has no server: use ByzPG or Fed-PAGE-PG.")
+            raise ValueError(f"run config: algorithm {name} has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG.")
         if not algorithm.robust:
             values.setdefault("num_byzantine", 0)
     # Clients may attack, but no attack is simulated.
