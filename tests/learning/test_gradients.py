@@ -191,6 +191,8 @@ def test_the_gate_opens_for_weights_of_one_and_closes_for_degenerate_ones() -> N
         assert gate_of(*ones) == 1
     for closed in ([-huge] * 4, [huge] * 4, [huge, 0, 0, 0], [0, -huge, -huge, -huge], [huge], [-huge], [huge, -huge]):
         np.testing.assert_allclose(gate_of(*closed), 0, atol=1e-6, err_msg=str(closed))
+    # float32 holds e^85 and e^−85, but e^85 times a return may overflow: the gate must be 0 and not only small.
+    assert gate_of(85.0) == gate_of(*[85.0] * 4) == 0
     # Even weights whose mean is not 1, and uneven ones whose mean is 1: ω = 2 of 4 equal ones, one ω = B alone.
     np.testing.assert_allclose(gate_of(*[np.log(2.0)] * 4), 0.5, rtol=1e-6)
     np.testing.assert_allclose(gate_of(*[np.log(0.25)]), 0.25, rtol=1e-6)
