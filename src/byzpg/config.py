@@ -46,6 +46,7 @@ OTHER_TASKS: dict[str, Any] = {
 }
 
 PAPER: dict[str, Any] = {
+    "trajectories": 1200,
     "output_tanh": True,
     "conventions": "Paper",
     "optimizer": "adam",
@@ -160,8 +161,9 @@ class Config:
     """Number of independent repetitions, run side by side. They share one sequence of large and small batches."""
     seed: int = 0
     """First seed; the others are the numbers after it."""
-    trajectories: int = 1200
-    """Number of trajectories per agent; training ends with the iteration that reaches it."""
+    trajectories: int | None = None
+    """Number of trajectories per agent; training ends with the iteration that reaches it. Default: by task, long enough
+    for the tuned preset to learn it."""
 
     aggregator: Aggregator | str | None = None
     """How gradients are aggregated (ByzPG, DecByzPG): RFA, Krum, NNM(TrimmedMean()), Bucketing(RFA(), size=2), ..."""

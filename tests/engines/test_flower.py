@@ -45,6 +45,7 @@ SHORT: dict[str, Any] = {
     "large-batch": 6,
     "small-batch": 3,
     "switch-probability": 0.6,
+    "momentum": 0.5,
     "rehearsal": True,
 }
 
@@ -391,10 +392,11 @@ def test_random_numbers_are_secret_last_a_run_and_follow_the_seed_in_rehearsals_
     [
         ({"agregator": "RFA"}, "there is no option 'agregator'. Did you mean 'aggregator'?"),
         ({"aggregator": "RFX"}, "there is no aggregator 'RFX'"),
-        ({"algorithm": "DecByzPG"}, "algorithm DecByzPG has no server: use ByzPG or Fed-PAGE-PG"),
+        ({"algorithm": "DecByzPG"}, "algorithm DecByzPG has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG"),
         ({"algorithm": "Fed-PAGE-PG"}, "tolerates no attacker: num-byzantine must be 0, got 1"),
         ({"num-byzantine": 2}, "2 of 4 agents breaks that: use num_byzantine ≤ 1"),
         ({"num-attackers": 1}, "num-attackers is for simulated runs"),
+        ({"transport": True}, "transport needs earlier parameters, which the server does not send"),
         ({"hidden": "16;16"}, "hidden must be sizes such as '16,16', got '16;16'"),
         ({"large-batch": "many"}, "large_batch must be int; got 'many'"),
         ({"reply-seconds": -1}, "reply-seconds must be a positive number, got -1"),

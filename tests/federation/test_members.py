@@ -167,5 +167,5 @@ def test_a_worker_remembers_each_batch_once_also_in_another_process() -> None:
 
 def test_an_algorithm_without_a_server_is_refused() -> None:
     settings = Config(**SHORT).resolved()
-    with pytest.raises(ValueError, match="has no server: use ByzPG or Fed-PAGE-PG"):
+    with pytest.raises(ValueError, match="has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG"):
         Server(settings.federation(), settings.schedule(), KEY)

@@ -28,7 +28,7 @@ from byzpg.live.records import Records
 from byzpg.live.rehearsal import parse_attack
 
 SEED = 3
-SHORT: dict[str, Any] = {"horizon": 100, "large_batch": 6, "trajectories": 180, "seed": SEED}
+SHORT: dict[str, Any] = {"horizon": 100, "large_batch": 6, "trajectories": 180, "seed": SEED, "momentum": 0.6}
 # Long enough for a busy machine: if one member were late, the results would differ.
 PATIENT = Times(grace=120.0, start_grace=300.0)
 

@@ -135,6 +135,8 @@ def _settings(given: dict[str, Any]) -> Settings:
             values.setdefault("num_byzantine", 0)
     # Clients may attack, but no attack is simulated.
     settings = Config.of({**values, "num_attackers": 0}, "run config").resolved()
+    if settings.transport:
+        raise ValueError("run config: transport needs earlier parameters, which the server does not send.")
     if not ALGORITHMS[settings.algorithm].robust and settings.num_byzantine:
         raise ValueError(
             f"run config: {settings.algorithm} averages all replies and tolerates no attacker: num-byzantine must be "
