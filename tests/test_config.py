@@ -39,7 +39,11 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "theory": {
         "optimizer": "sgd",
         "switch_probability": 1 / 50,
-        "rounds": 21,  # ⌈log2(50 · 13 · 50²)⌉
+        "activation": "tanh",
+        "estimator": GPOMDP(baseline="none"),
+        "aggregator": Bucketing(RFA()),
+        "agreement": agreement.MDA(),
+        "rounds": 136,  # ⌈log(50 · 13 · 50²)/log(1/0.9)⌉: MDA leaves 9/10 in the worst case at f = 3 of 13
         "importance": ImportanceWeights(),
         "gate": 1.0,
         "output": "uniform",
@@ -113,16 +117,45 @@ def test_what_is_given_comes_before_the_preset(preset: Any) -> None:
     assert chosen(Config(preset=preset, **given).resolved(), given) == given
 
 
-@pytest.mark.parametrize(("num_agents", "large_batch"), [(13, 50), (5, 6), (1, 7), (16, 64)])
+@pytest.mark.parametrize(("num_agents", "large_batch"), [(13, 50), (5, 6), (16, 64)])
 def test_theory_prescribes_the_switch_and_the_rounds(num_agents: int, large_batch: int) -> None:
-    """p = 1/N and κ = ⌈log2(NK/p²)⌉; either can be had alone."""
+    """p = 1/N, and κ rounds leave at most p²/(NK) of the diameter, one round less does not; either can be had alone."""
     size: dict[str, Any] = {"num_agents": num_agents, "large_batch": large_batch}
+    f = (num_agents - 1) // 4
+    contraction = 3 * f / (num_agents - f)
     settings = Config(preset="theory", **size).resolved()
     assert settings.switch_probability == 1 / large_batch
-    assert settings.rounds == math.ceil(math.log2(large_batch * num_agents * large_batch**2))
+    share = 1 / (large_batch * num_agents * large_batch**2)
+    assert contraction**settings.rounds <= share < contraction ** (settings.rounds - 1)
     mixed = Config(rounds="theory", switch_probability=0.25, **size).resolved()
-    assert (mixed.switch_probability, mixed.rounds) == (0.25, math.ceil(math.log2(large_batch * num_agents * 16)))
+    assert mixed.switch_probability == 0.25
+    assert contraction**mixed.rounds <= 1 / (large_batch * num_agents * 16) < contraction ** (mixed.rounds - 1)
     assert Config(switch_probability="theory", **size).resolved().switch_probability == 1 / large_batch
+    assert Config(preset="theory", num_byzantine=0, **size).resolved().rounds == 1
+
+
+# K = 16, f = 3, N = 64, p = 1/64, L = 3, C = 7: what A is for each algorithm.
+A_OF_THEORY = {
+    "PAGE-PG": 7 * 64,
+    "Fed-PAGE-PG": 7 * 64,  # the server samples small batches alone
+    "ByzPG": 7 * 64,
+    "Dec-PAGE-PG": 7 * 64 / 16,  # it knows nothing of f
+    "DecByzPG": 7 * (64**2 * 3 / 16 + 64 / 16),
+}
+
+
+@pytest.mark.parametrize("algorithm", A_OF_THEORY)
+def test_theory_prescribes_the_step_size(algorithm: str) -> None:
+    """η = ½ min(1/√A, 1/L)."""
+    given: dict[str, Any] = {"preset": "theory", "algorithm": algorithm, "large_batch": 64, "correction_noise": 7.0}
+    if algorithm != "PAGE-PG":
+        given |= {"num_agents": 16, "num_byzantine": 3}
+    settings = Config(smoothness=3.0, **given).resolved()
+    assert settings.step_size == pytest.approx(0.5 / math.sqrt(A_OF_THEORY[algorithm]), rel=1e-12)
+    assert Config(smoothness=1e6, **given).resolved().step_size == pytest.approx(0.5e-6, rel=1e-12)
+    # A run records the number, and reads it back without the constants.
+    assert Config.of(json.loads(json.dumps(settings.as_data())), "file").resolved() == settings
+    assert Config(**given | {"step_size": 0.25, "correction_noise": None}).resolved().step_size == 0.25
 
 
 @pytest.mark.parametrize(
@@ -206,7 +239,8 @@ def test_algorithms_have_only_their_own_rules(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_settings_survive_the_way_through_a_file(preset: Any, algorithm: str) -> None:
-    settings = Config(preset=preset, algorithm=algorithm).resolved()
+    step_size = 0.01 if preset == "theory" and algorithm not in A_OF_THEORY else None  # no theorem has one for these
+    settings = Config(preset=preset, algorithm=algorithm, step_size=step_size).resolved()
     assert Config.of(json.loads(json.dumps(settings.as_data())), "test").resolved() == settings
 
 
@@ -372,7 +406,22 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"discount": 0}, ["discount must lie in (0, 1]", "0"]),
     ({"step_size": 0}, ["step_size must be positive and finite", "0"]),
     ({"step_size": math.inf}, ["step_size must be positive and finite", "inf"]),
-    ({"step_size": "1e-3"}, ["step_size must be float", "'1e-3'"]),
+    ({"step_size": "1e-3"}, ["step_size must be a number or 'theory'", "'1e-3'"]),
+    (
+        {"step_size": "theory"},
+        ["step_size = 'theory' is for the paper's algorithms with SGD", "adam", "set a step size"],
+    ),
+    ({"preset": "theory", "momentum": 0.5}, ["step_size = 'theory' is for", "momentum = 0.5", "set a step size"]),
+    ({"preset": "theory", "algorithm": "SVRPG"}, ["step_size = 'theory' is for", "got SVRPG", "set a step size"]),
+    ({"smoothness": 3.0}, ["smoothness = 3.0 has no effect", "set step_size = 'theory'"]),
+    ({"correction_noise": 3.0}, ["correction_noise = 3.0 has no effect", "set step_size = 'theory'"]),
+    ({"preset": "theory", "smoothness": 0.0}, ["smoothness must be a positive and finite number", "0.0"]),
+    ({"preset": "theory", "correction_noise": math.nan}, ["correction_noise must be a positive", "nan"]),
+    ({"preset": "theory", "correction_noise": "much"}, ["correction_noise must be a positive", "'much'"]),
+    (
+        {"preset": "theory", "agreement": "NoAgreement"},
+        ["NoAgreement() has the contraction 1, not below 1", "3 of 13", "use MDA"],
+    ),
     ({"optimizer": "rmsprop"}, ["optimizer must be 'adam' or 'sgd'", "'rmsprop'"]),
     ({"conventions": "Script"}, ["no conventions 'Script'", "Did you mean 'AuthorsScript'?"]),
     ({"activation": "gelu"}, ["activation must be 'relu' or 'tanh'", "'gelu'"]),

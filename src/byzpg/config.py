@@ -4,7 +4,7 @@ import json
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from math import ceil, inf, log2
+from math import inf, sqrt
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,7 +18,7 @@ from byzpg.federation.algorithms import ALGORITHMS, Agent, Federation, Optimizer
 from byzpg.federation.schedule import Conventions, Schedule
 from byzpg.learning.gradients import GPOMDP, REINFORCE, Correction, Estimator, HessianVector, ImportanceWeights
 from byzpg.learning.policies import Policy, policy_for
-from byzpg.robust.aggregators import NNM, RFA, Aggregator, Mean, TrimmedMean
+from byzpg.robust.aggregators import NNM, RFA, Aggregator, Bucketing, Mean, TrimmedMean
 from byzpg.robust.agreement import MDA, Agreement, NoAgreement
 from byzpg.robust.attacks import Attack, ByzantineSet, NoAttack
 from byzpg.robust.components import Component, nearest, plain_name, unknown
@@ -76,8 +76,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "large_batch": 45,
     },
     "paper": PAPER,
+    # What the theorems ask for: docs/concepts/method.md lists it. RFA alone is not the mean at f = 0.
     "theory": PAPER
-    | {"optimizer": "sgd", "step_size": 5e-4, "switch_probability": "theory", "rounds": "theory", "output": "uniform"},
+    | {
+        "activation": "tanh",
+        "optimizer": "sgd",
+        "step_size": "theory",
+        "switch_probability": "theory",
+        "aggregator": Bucketing(RFA()),
+        "rounds": "theory",
+        "output": "uniform",
+    },
     # What produced the published figures; docs/concepts/method.md says how that was found out.
     "script": PAPER
     | {
@@ -133,8 +142,8 @@ class Config:
     algorithm: str = "DecByzPG"
     """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG, DecByzPG, or for comparison SVRPG, FedPG-BR or N-PG-IGT."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
-    """Source of all other defaults: tuned (learns fastest), paper (its table), theory (its theorems), script (the
-    authors' code)."""
+    """Source of all other defaults: tuned (learns fastest), paper (its table), theory (what its theorems ask for),
+    script (the authors' code)."""
 
     num_agents: int | None = None
     """Number of agents K, attackers included. Default: 13, or 1 for PAGE-PG."""
@@ -161,7 +170,7 @@ class Config:
     agreement: Agreement | str | None = None
     """How agents agree on parameters (DecByzPG): MDA, GDA, TrimmedMeanAgreement, NoAgreement."""
     rounds: int | Literal["theory"] | None = None
-    """Number of agreement rounds κ per iteration; theory: ⌈log2(NK/p²)⌉."""
+    """Number of agreement rounds κ per iteration; theory: as many as surely shrink the honest diameter by NK/p²."""
 
     large_batch: int | None = None
     """Number of trajectories N in a large batch."""
@@ -175,8 +184,8 @@ class Config:
     """Correction of small batches: ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number,
     floor=0), DefensiveSampling(mode=...) or HessianVector."""
     gate: float | Literal["health"] | None = None
-    """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: the effective
-    sample size."""
+    """Share β of the PAGE correction, in [0, 1]: 1 is the paper's, 0 a plain small batch; health: 1 if all importance
+    weights are 1, and towards 0 the more they degenerate."""
     momentum: float | None = None
     """Momentum β at the agents, in [0, 1): each sends m ← β m + (1 − β) ṽ instead of its estimate ṽ; Adam then has no
     first moment. 0: no momentum."""
@@ -186,8 +195,13 @@ class Config:
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Optimizer | None = None
     """Optimizer: adam, plain sgd as in the theory, or normalized: steps of length η."""
-    step_size: float | None = None
-    """Step size η."""
+    step_size: float | Literal["theory"] | None = None
+    """Step size η; theory: computed from p, K, f and the next two options, for SGD."""
+    smoothness: float = 1e3
+    """Smoothness L of the expected return, for step_size = theory, where η ≤ 1/(2L). The default is a guess."""
+    correction_noise: float = 1e5
+    """Constant C of the PAGE correction's noise, for step_size = theory, where η ≤ 1/(2√A) and, for DecByzPG, A =
+    C(α/p² + 1/(pK)). The default is a guess."""
 
     policy: Literal["auto", "categorical", "gaussian"] = "auto"
     """Kind of policy; auto chooses what fits the task's actions."""
@@ -316,17 +330,44 @@ def _most_tolerated(values: dict[str, Any]) -> int:
 
 def _with_theory(values: dict[str, Any], task: envs.Task | None) -> dict[str, Any]:
     """The options, with those at "theory" computed from the others, once those are known to be sound."""
-    by_theory = {option for option in ("switch_probability", "rounds") if isinstance(values[option], str)}
+    constants = {option: values.pop(option) for option in ("smoothness", "correction_noise")}
+    by_theory = {o for o in ("switch_probability", "rounds", "step_size") if isinstance(values[o], str)}
     for option in by_theory:
         if values[option] != "theory":
             raise ValueError(f"{option} must be a number or 'theory', got {values[option]!r}.")
     _check(values | dict.fromkeys(by_theory, 1), task)
     if "switch_probability" in by_theory:
         values["switch_probability"] = 1 / values["large_batch"]
+    num_agents, num_byzantine = values["num_agents"], values["num_byzantine"]
     if "rounds" in by_theory:
-        product = values["large_batch"] * values["num_agents"] / values["switch_probability"] ** 2
-        values["rounds"] = ceil(log2(product))
+        share = values["switch_probability"] ** 2 / (values["large_batch"] * num_agents)
+        values["rounds"] = values["agreement"].rounds_to_shrink(share, num_agents, num_byzantine)
+    for option, value in constants.items():
+        if "step_size" not in by_theory and value != getattr(Config, option):
+            raise ValueError(
+                f"{option} = {value} has no effect with a step size of your own: set step_size = 'theory'."
+            )
+    if "step_size" in by_theory:
+        values["step_size"] = _step_size_of_theory(values, **constants)
     return values
+
+
+def _step_size_of_theory(values: Mapping[str, Any], *, smoothness: float, correction_noise: float) -> float:
+    """η = ½ min(1/√A, 1/L): docs/concepts/method.md says where A comes from, and corrects that of ByzPG."""
+    for option, value in {"smoothness": smoothness, "correction_noise": correction_noise}.items():
+        if not fits(value, float) or not 0 < value < inf:
+            raise ValueError(f"{option} must be a positive and finite number, got {value!r}.")
+    algorithm, probability = ALGORITHMS[values["algorithm"]], values["switch_probability"]
+    if values["optimizer"] != "sgd" or values["momentum"] or algorithm.anchored:
+        raise ValueError(
+            f"step_size = 'theory' is for the paper's algorithms with SGD and no momentum; got {values['algorithm']}, "
+            f"optimizer = {values['optimizer']}, momentum = {values['momentum']}: set a step size."
+        )
+    num_samplers = 1 if algorithm.centralized else values["num_agents"]  # of small batches
+    error = 1 / (probability * num_samplers)
+    if algorithm.robust and not algorithm.centralized:  # what attackers can do in a small batch
+        error += values["num_byzantine"] / values["num_agents"] / probability**2
+    return min(1 / sqrt(correction_noise * error), 1 / smoothness) / 2
 
 
 # Options of byzpg 0.1 that are switches of AuthorsScript today, and what they were called without it.

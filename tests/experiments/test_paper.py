@@ -1,15 +1,20 @@
 """Named grids: what is in them, that runs share programs, and that a grid goes on where it was stopped."""
 
+import shlex
+from ast import literal_eval
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import numpy as np
 import pytest
 
 from byzpg import Config, training
+from byzpg.cli.reproduce import Reproduce
+from byzpg.config import PRESETS
 from byzpg.experiments.paper import COLLECTIONS, EXPERIMENTS, Scope, grid, published_curves, run_name
 from byzpg.federation.simulator import Simulation
 from byzpg.runs import Run, RunDirectory
@@ -75,6 +80,31 @@ def test_tasks_and_collections_narrow_a_grid() -> None:
     assert {(each.preset, each.seeds, each.trajectories) for each in one.settings.values()} == {
         ("script", (7, 8, 9), 90)
     }
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_has_every_figure(preset: Any) -> None:
+    settings = grid(["all"], Scope(preset=preset)).settings.values()
+    of_the_paper = ("PAGE-PG", "Fed-PAGE-PG", "ByzPG", "Dec-PAGE-PG", "DecByzPG")
+    planned = {(each.env, each.algorithm) for each in settings}
+    assert planned >= set(product(("CartPole-v1", "LunarLander-v3"), of_the_paper))
+    assert {each.preset for each in settings} == {preset}
+    for accepting in (Scope, Reproduce):
+        assert preset in get_args(get_type_hints(accepting)["preset"])
+
+
+def test_the_command_on_the_results_page_is_what_the_ablation_measures() -> None:
+    page = (Path(__file__).parents[2] / "docs/results/README.md").read_text().replace("\\\n", " ")
+    (command,) = [line for line in page.splitlines() if line.startswith("byzpg train")]
+    _, _, *words = shlex.split(command)
+    options = {
+        flag.removeprefix("--").replace("-", "_"): text for flag, text in zip(words[::2], words[1::2], strict=True)
+    }
+    numbers = ("large_batch", "small_batch", "switch_probability", "step_size", "trajectories", "num_seeds", "seed")
+    given = {name: literal_eval(text) if name in numbers else text for name, text in options.items()}
+    made = grid(["ablation"], Scope())
+    cells = {cell.run: cell.label for panel in made.experiments[0].panels for cell in panel.cells}
+    assert cells[run_name(Config.of(given, "the results page").resolved())] == "PAGE, gated by health"
 
 
 @pytest.mark.parametrize(

@@ -69,14 +69,17 @@ def naive_weights(importance: ImportanceWeights, log_ratios: np.ndarray, now: np
 
 
 def naive_health(importance: ImportanceWeights, log_ratios: np.ndarray) -> list[list[float]]:
-    """Per agent: largest ω before the cap, effective sample size after it, fraction above it."""
+    """Per agent: largest ω before the cap, effective sample size after it, fraction above it, β of the gate."""
     health = []
     for of_agent in log_ratios:
         plain = [np.exp(np.sum(of_episode)) for of_episode in of_agent]
         cap = np.inf if importance.cap is None else importance.cap
         capped = [min(weight, cap) for weight in plain]
-        sample = sum(capped) ** 2 / (len(capped) * sum(weight**2 for weight in capped))
-        health.append([max(plain), sample, sum(weight > cap for weight in plain) / len(plain)])
+        size, mean = len(capped), sum(capped) / len(capped)
+        sample = sum(capped) ** 2 / (size * sum(weight**2 for weight in capped))
+        evenness = 1 if size == 1 else (sample - 1 / size) / (1 - 1 / size)
+        share_above = sum(weight > cap for weight in plain) / size
+        health.append([max(plain), sample, share_above, evenness * min(mean, 1 / mean)])
     return health
 
 
@@ -144,7 +147,7 @@ def test_importance_weights_and_their_health_are_the_naive_ones() -> None:
     for importance, (log_weights, health) in zip(IMPORTANCE, all_log_weights(log_ratios, now), strict=False):
         expected = naive_weights(importance, log_ratios.astype(np.float64), now)
         np.testing.assert_allclose(np.exp(log_weights), expected, rtol=1e-5, err_msg=str(importance))
-        found = np.stack([health.largest, health.effective_sample, health.capped], axis=1)
+        found = np.stack(jax.tree.leaves(health), axis=1)
         np.testing.assert_allclose(found, naive_health(importance, log_ratios.astype(np.float64)), rtol=1e-5)
         if importance.cap is not None:
             assert np.any(expected == importance.cap)
@@ -174,6 +177,28 @@ def test_weights_of_one_have_perfect_health() -> None:
     for _, health in all_log_weights(same, same)[: len(IMPORTANCE)]:
         for one, other in zip(jax.tree.leaves(health), jax.tree.leaves(perfect), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def gate_of(*weights: float) -> float:
+    """β of the gate "health" for these log ω of one agent's episodes."""
+    before = jnp.asarray(weights, jnp.float32)[None, :, None]
+    return float(ImportanceWeights().log_weights(before, jnp.zeros_like(before))[1].gate[0])
+
+
+def test_the_gate_opens_for_weights_of_one_and_closes_for_degenerate_ones() -> None:
+    huge = 500.0  # e^500 overflows
+    for ones in ([0.0], [0.0] * 4, [0.0] * 64):
+        assert gate_of(*ones) == 1
+    for closed in ([-huge] * 4, [huge] * 4, [huge, 0, 0, 0], [0, -huge, -huge, -huge], [huge], [-huge], [huge, -huge]):
+        np.testing.assert_allclose(gate_of(*closed), 0, atol=1e-6, err_msg=str(closed))
+    # float32 holds e^85 and e^−85, but e^85 times a return may overflow: the gate must be 0 and not only small.
+    assert gate_of(85.0) == gate_of(*[85.0] * 4) == 0
+    # Even weights whose mean is not 1, and uneven ones whose mean is 1: ω = 2 of 4 equal ones, one ω = B alone.
+    np.testing.assert_allclose(gate_of(*[np.log(2.0)] * 4), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(gate_of(*[np.log(0.25)]), 0.25, rtol=1e-6)
+    np.testing.assert_allclose(gate_of(np.log(4.0), -huge, -huge, -huge), 0, atol=1e-6)
+    # Two of four weights are 2, the others 0: the mean is 1 and ESS = 1/2.
+    np.testing.assert_allclose(gate_of(*np.log([2.0, 2.0]), -huge, -huge), (1 / 2 - 1 / 4) / (1 - 1 / 4), rtol=1e-5)
 
 
 # Sums of scores over two spans of time
@@ -284,10 +309,10 @@ def test_the_correction_is_the_naive_one_at_every_gate(
     assert np.linalg.norm(here - there) > 0.1 * np.linalg.norm(here)
     found = all_gates(policy, estimator, importance, parameters, previous, direction, episodes)
     for gate, (estimate, reported) in zip(GATES, found, strict=True):
-        opened = np.array(health)[:, 1:2] if gate == "health" else gate
+        opened = np.array(health)[:, 3:] if gate == "health" else gate
         expected = here + opened * (direction - there)
         np.testing.assert_allclose(estimate, expected, rtol=1e-3, atol=1e-3, err_msg=str(gate))
-        np.testing.assert_allclose(np.stack(jax.tree.leaves(reported), axis=1), health, rtol=1e-4)
+        np.testing.assert_allclose(np.stack(jax.tree.leaves(reported), axis=1), health, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("policy", "estimator", "importance"), CORRECTED)
@@ -302,11 +327,11 @@ def test_a_correction_with_degenerate_weights_is_finite_if_capped_or_gated(
     found = all_gates(policy, estimator, importance, parameters, parameters, np.zeros_like(parameters), shifted)
     plain = all_gates(policy, estimator, importance, parameters, parameters, np.zeros_like(parameters), episodes)
     np.testing.assert_array_equal(found[0][0], plain[0][0])
-    for estimate, health in found:
+    for gate, (estimate, health) in zip(GATES, found, strict=True):
         np.testing.assert_array_equal(health.largest[0], np.inf)
         assert np.all(np.isfinite(health.effective_sample))
         assert np.all(np.isfinite(estimate[1]))
-        if importance.cap is not None:
+        if importance.cap is not None or gate == "health":
             assert np.all(np.isfinite(estimate))
 
 

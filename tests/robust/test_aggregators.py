@@ -19,6 +19,7 @@ from byzpg.robust.aggregators import (
     MDA,
     RFA,
     Aggregator,
+    Bucketing,
     Krum,
     MeaMed,
     Median,
@@ -76,6 +77,19 @@ def test_no_faults_is_the_mean(case: Case):
     result = call(case.rule, rows, 0)
     assert np.all(np.isfinite(result))
     assert np.allclose(result, rows.mean(axis=0), rtol=1e-5, atol=1e-5) == case.mean_at_zero
+
+
+def test_bucketing_makes_the_geometric_median_the_mean_without_faults():
+    """The paper's definition asks for error 0 at α = 0, relative to the pairwise variance: RFA alone is not enough."""
+    rng = np.random.default_rng(7)
+    errors: dict[str, list[float]] = {"Bucketing(RFA())": [], "RFA()": []}
+    for rule in (Bucketing(RFA()), RFA()):
+        for _ in range(5):
+            rows = rng.normal(size=(K, 2)).astype(np.float32)
+            pairwise = np.sum(np.square(rows[:, None] - rows)) / (K * (K - 1))
+            errors[str(rule)].append(float(np.sum(np.square(call(rule, rows, 0) - rows.mean(axis=0))) / pairwise))
+    assert max(errors["Bucketing(RFA())"]) < 1e-12
+    assert max(errors["RFA()"]) > 1e-2
 
 
 @pytest.mark.parametrize("case", [case for case in EVERY_CASE if case.ties], ids=str)

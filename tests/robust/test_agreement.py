@@ -7,6 +7,7 @@ A round leaves at most contraction(K, f) of the honest diameter, and moves the h
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,50 @@ def test_the_worst_case_is_as_bad_as_proven_in_every_round(rule, num_agents, f, 
         check_one_round(rule, num_agents, f, before, honest)
         np.testing.assert_allclose(np.ptp(honest), contraction**number, rtol=3e-4 * number)
         assert (np.ptp(honest) < 0.5) == (number >= rounds)
+
+
+@pytest.mark.parametrize(("rule", "num_agents", "f", "rounds"), AT_THE_BOUND)
+def test_so_many_rounds_are_enough_and_one_less_is_not(rule, num_agents, f, rounds):
+    """On a line, there is one coordinate; the rule by coordinate must be sure of all, and takes more rounds."""
+    assert rule.rounds_to_shrink(0.5, num_agents, f) == rounds + (2 if rule.per_coordinate else 0)
+    share, honest = 0.1, three_camps(num_agents, f)
+    enough = rule.rounds_to_shrink(share, num_agents, f)
+    for number in range(1, enough + 1):
+        honest = worst_round(rule, honest, f, slack=1e-4)
+        assert np.ptp(honest) > share or number == enough or rule.per_coordinate
+    assert np.ptp(honest) <= share
+
+
+def test_the_number_of_rounds_follows_from_the_contraction():
+    for rule, num_agents, f in ((MDA(), 13, 3), (MDA(), 16, 1), (GDA(), 16, 3), (TrimmedMeanAgreement(), 13, 3)):
+        factor, stretch = rule.contraction(num_agents, f), np.sqrt(num_agents - f - 1) if rule.per_coordinate else 1
+        for share in (0.3, 1e-3, 1e-9):
+            rounds = rule.rounds_to_shrink(share, num_agents, f)
+            assert factor**rounds * stretch <= share < factor ** (rounds - 1) * stretch
+    assert MDA().rounds_to_shrink(4.0**-20, 13, 1) == 20  # 1/4 in each: no round for rounding
+    for rule in (MDA(), GDA(), TrimmedMeanAgreement()):
+        assert rule.rounds_to_shrink(1e-9, 13, 0) == 1
+
+
+def test_no_number_of_rounds_is_enough_without_contraction():
+    for rule, f, words in (
+        (MDA(), 4, r"MDA\(\) has the contraction 1.33, not below 1, with 4 of 13"),
+        (NoAgreement(), 0, "has the contraction 1, not below 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            rule.rounds_to_shrink(0.5, 13, f)
+    with mock.patch.object(MDA, "contraction", return_value=None), pytest.raises(ValueError, match="is not known to"):
+        MDA().rounds_to_shrink(0.5, 13, 1)
+
+
+def test_ranges_by_coordinate_are_bounded_by_the_diameter():
+    """‖ranges‖ ≤ √(n − 1) Δ for n rows, whatever d; one row per axis comes close to it: √n to √2."""
+    rng = np.random.default_rng(5)
+    for num_rows, dimension in ((2, 7), (10, 3), (10, 400)):
+        rows = [rng.normal(size=(num_rows, dimension)), np.eye(num_rows, max(num_rows, dimension))]
+        for each in rows:
+            ranges, diameter = spread(each, True), spread(each, False)[0]
+            assert np.linalg.norm(ranges) <= np.sqrt(num_rows - 1) * diameter * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,9 @@ class Reproduce:
     variance, speedup, tolerance, heatmap, rotating, agreement, or beyond for all of these."""
     task: Literal["CartPole-v1", "LunarLander-v3"] | None = None
     """Task whose experiments are run. Default: both tasks."""
-    preset: Literal["tuned", "paper", "script"] = "tuned"
-    """Preset of every run: tuned learns fastest, paper is the paper's table, script is the published script."""
+    preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
+    """Preset of every run: tuned learns fastest, paper is the paper's table, theory is what its theorems ask for,
+    script is the published script."""
     seeds: int | None = None
     """Number of seeds per run. Default: 10, or fewer in large grids."""
     seed: int = REPORTED_SEED

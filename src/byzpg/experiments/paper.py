@@ -75,7 +75,7 @@ class Grid:
 class Scope:
     """What all runs of a grid have in common. None stands for the experiment's own choice."""
 
-    preset: Literal["tuned", "paper", "script"] = "tuned"
+    preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
     num_seeds: int | None = None
     seed: int = REPORTED_SEED
     trajectories: int | None = None

@@ -280,24 +280,34 @@ class Health:
     largest: Array  # max ω, before the cap
     effective_sample: Array  # (Σω)²/(BΣω²) after the cap, 1 when all weights are equal
     capped: Array  # fraction of ω above the cap
+    # β of the gate "health": (ESS − 1/B)/(1 − 1/B) · min(m, 1/m), with the effective sample size ESS and the mean m of
+    # ω. It is 1 if all weights are 1. It is near 0 if one weight dominates, or if m is far from 1, its expectation.
+    gate: Array
 
     @classmethod
     def of(cls, log_weights: Array, limit: Array | float = jnp.inf) -> "Health":
         """The health of weights [agent, episode], given by their logarithms, and capped at the limit."""
         capped = jnp.minimum(log_weights, limit)
         # The effective sample size does not change if all weights are divided by the largest. This avoids overflow.
-        relative = jnp.exp(capped - jnp.max(capped, axis=1, keepdims=True))
-        sample = jnp.square(jnp.sum(relative, axis=1)) / jnp.sum(jnp.square(relative), axis=1) / relative.shape[1]
+        highest, size = jnp.max(capped, axis=1), capped.shape[1]
+        relative = jnp.exp(capped - highest[:, None])
+        sample = jnp.square(jnp.sum(relative, axis=1)) / jnp.sum(jnp.square(relative), axis=1) / size
+        # One weight alone cannot be uneven.
+        evenness = (size * sample - 1) / (size - 1) if size > 1 else jnp.ones_like(sample)
+        log_mean = highest + jnp.log(jnp.mean(relative, axis=1))
+        gate = jnp.minimum(evenness, 1) * jnp.exp(-jnp.abs(log_mean))
         return cls(
             largest=jnp.exp(jnp.max(log_weights, axis=1)),
             effective_sample=sample,
             capped=jnp.mean(log_weights > limit, axis=1, dtype=log_weights.dtype),
+            # 0 below rounding: where the gate is open, m ≤ 1/eps, and no weight overflows.
+            gate=jnp.where(gate < jnp.finfo(gate.dtype).eps, 0, gate),
         )
 
     @classmethod
     def perfect(cls, num_agents: int) -> "Health":
         """The health of weights that are all 1."""
-        return cls(jnp.ones(num_agents), jnp.ones(num_agents), jnp.zeros(num_agents))
+        return cls(jnp.ones(num_agents), jnp.ones(num_agents), jnp.zeros(num_agents), jnp.ones(num_agents))
 
 
 def _span(clock: Clock, values: Array, span: Array) -> Array:
@@ -402,12 +412,12 @@ def corrected_gradient(
         batch: The batch.
         direction: v̂_{t−1} [agent, d].
         importance: The correction, with ω in the paper.
-        gate: β, one number (1 in the paper) or one per agent [agent], or "health": the effective sample size of ω.
+        gate: β, one number (1 in the paper) or one per agent [agent], or "health": `Health.gate` of this batch.
 
     Returns:
         ṽ [agent, d], and the health of the importance weights.
     """
     here, before, health = importance.terms(batch)
-    opened = per_agent(health.effective_sample if isinstance(gate, str) else gate, 2)
+    opened = per_agent(health.gate if isinstance(gate, str) else gate, 2)
     # A closed gate also keeps out weights that have overflowed.
     return here + jnp.where(opened == 0, 0, opened * (direction - before)), health

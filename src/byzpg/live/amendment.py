@@ -85,7 +85,7 @@ class Amendment:
         """Raise a ValueError unless this can replace the manifest `old`, and all approvals are valid.
 
         The options of training, and with them θ_0, the plan and the dimension, are the same in all manifests of a run.
-        None of these depends on the number of members; rounds = "theory" does.
+        None of these depends on the number of members; rounds and step_size do if they are "theory".
         """
         new = self.manifest
         if new.predecessor != old.digest.hex():

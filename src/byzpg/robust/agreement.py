@@ -1,14 +1,16 @@
 """Averaging-agreement rules (Avg-Agree). One call is one round at one receiver.
 
 K − f of the K rows are honest and at most Δ apart. In units of Δ, `contraction(K, f)` bounds the honest diameter after
-a round, and `drift(K, f)`, the paper's C_avg, bounds how far the honest mean moves. The documentation of the method
-proves both. Norms are Euclidean, except for TrimmedMeanAgreement: its bounds hold in each coordinate separately.
+a round, and `drift(K, f)`, the paper's C_avg for one round, bounds how far the honest mean moves. The documentation of
+the method proves both. Norms are Euclidean, except for TrimmedMeanAgreement: its bounds hold in each coordinate
+separately.
 
 The examples start from `import jax.numpy as jnp` and `from byzpg.robust.agreement import *`. They show the round of the
 first agent: five agents are around (2, 2), and one attacker sends a false vector.
 """
 
 from dataclasses import dataclass
+from math import ceil, log, sqrt
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -81,8 +83,42 @@ class Agreement(Rule):
         return None
 
     def drift(self, num_agents: int, num_byzantine: int) -> float | None:
-        """Return C_avg: how far the honest mean moves at most, divided by the honest diameter; None if not known."""
+        """Return C_avg of one round: how far the honest mean moves at most, divided by the honest diameter.
+
+        None if no bound is known.
+        """
         return None
+
+    def rounds_to_shrink(self, share: float, num_agents: int, num_byzantine: int) -> int:
+        """Return the number of rounds after which the honest diameter is surely at most `share` of what it was.
+
+        It follows from `contraction`. If f = 0, the rules here agree exactly in one round.
+
+        Args:
+            share: The share of the Euclidean diameter that may remain, above 0 and below 1.
+            num_agents: K.
+            num_byzantine: f.
+
+        Raises:
+            ValueError: If the rule has no contraction below 1 for f of K, so that no number of rounds is enough.
+
+        Examples:
+            >>> MDA().rounds_to_shrink(2**-10, num_agents=13, num_byzantine=1)  # 1/4 in every round
+            5
+        """
+        factor = self.contraction(num_agents, num_byzantine)
+        if factor is None or factor >= 1:
+            what = "is not known to contract" if factor is None else f"has the contraction {factor:.3g}, not below 1,"
+            raise ValueError(
+                f"{self} {what} with {num_byzantine} of {num_agents} agents Byzantine, so no number of rounds is sure "
+                "to be enough: use MDA, a smaller num_byzantine, or a number of rounds of your own."
+            )
+        if factor == 0:
+            return 1
+        # In each coordinate, range² ≤ 2 Σ_i (x_i − mean)². Summed over coordinates: ‖ranges‖² ≤ (K − f − 1) Δ².
+        stretch = sqrt(max(1, num_agents - num_byzantine - 1)) if self.per_coordinate else 1.0
+        rounds = log(stretch / share) / -log(factor)
+        return max(1, ceil(rounds * (1 - 1e-12)))  # a whole number stays one in spite of rounding
 
 
 class WeightedAgreement(WeightedRule, Agreement):

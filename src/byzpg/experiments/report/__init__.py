@@ -21,7 +21,7 @@ from byzpg.experiments.summaries import LEVELS, WINDOW, Comparison, Goal, compar
 PRESETS = {
     "tuned": "our own options, which learn fastest and are the default",
     "paper": "the options of the paper's table",
-    "theory": "the options for which convergence is proven",
+    "theory": "what the paper's theorems ask for, with guesses for the constants that they leave open",
     "script": "the options of the published script, as far as they are known",
 }
 DIFFERENCES = (
