@@ -547,8 +547,8 @@ class SMEA(WeightedAggregator):
     S vary more than the rows of any other subset do in their worst direction. Of subsets with equal eigenvalues, the
     first in lexicographic order counts ("On the Privacy-Robustness-Utility Trilemma").
 
-    All C(K, f) subsets are tried, and their eigenvalues are exact up to rounding. Tolerates f < K/2 as long as there are no more than
-    `subset_limit` subsets. `CAF` lowers the same eigenvalue without trying subsets.
+    All C(K, f) subsets are tried, and their eigenvalues are exact up to rounding. Tolerates f < K/2 as long as there
+    are no more than `subset_limit` subsets. `CAF` lowers the same eigenvalue without trying subsets.
 
     Args:
         subset_limit: The most subsets that may be tried. The time grows with their number, and with the cube of K − f.
@@ -566,7 +566,9 @@ class SMEA(WeightedAggregator):
 
     @property
     def bound(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"f < K/2 and C(K, f) ≤ subset_limit = {self.subset_limit} (raise it, or use CAF, which tries no subsets)"
+        return (
+            f"f < K/2 and C(K, f) ≤ subset_limit = {self.subset_limit} (raise it, or use CAF, which tries no subsets)"
+        )
 
     def max_byzantine(self, num_agents: int) -> int:
         faults = range((num_agents - 1) // 2 + 1)
@@ -590,9 +592,9 @@ class SMEA(WeightedAggregator):
         return cloud.mean_of(members)
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
-        # Two sets of K − f rows share at least K − 2f. Along any direction, the mean of a share p of some rows is within
-        # √((1 − p)/p) standard deviations of the mean of all: here √(f/(K − 2f)). Both sets have no larger variance
-        # than the honest one, and this distance counts twice.
+        # Two sets of K − f rows share at least K − 2f. Along any direction, the mean of a share p of some rows is
+        # within √((1 − p)/p) standard deviations of the mean of all: here √(f/(K − 2f)). The chosen set varies no more
+        # than the honest one, so this distance counts twice.
         return 4 * num_byzantine / (num_agents - 2 * num_byzantine)
 
 
@@ -601,9 +603,9 @@ class FedPGFilter(WeightedAggregator):
     """FedPG-BR's filter: the mean of the rows within a radius T of a vector median (Fan et al. 2021).
 
     Dense rows have more than half of the rows within T, themselves included. The vector median is the dense row nearest
-    to the mean of the dense rows; of equally near ones, that with most of the rows nearest. If fewer than K − f rows are
-    within T of it, or no row is dense, all is done again with a wider radius, and as many rows as are within that count.
-    Tolerates f < K/2.
+    to the mean of the dense rows; of equally near ones, the one that needs the smallest radius to be dense. If fewer
+    than K − f rows are within T of it, or no row is dense, all is done again with a wider radius, and as many rows as
+    are within that count. Tolerates f < K/2.
 
     In the paper, T = 2σ √(V/B) with V = 2 log(2K/δ), and the wider radius is 2σ. Here B is the size of the batches, and
     no gradient of one trajectory is further than σ from the true one. To use constants of your own, give both radii.
