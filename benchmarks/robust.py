@@ -14,7 +14,8 @@ faster). Our time includes computing the attack's messages. Times are the best o
 and counts the faster of the two. It prints how far their result is from ours, relative to the largest entry. Calls take
 turns, so that they share what else the machine does. One receiver is a plain call. All receivers are our exchange, and
 for a library one call per receiver. Some results differ by design: ByzPy's median of an even number of values is the
-lower middle one, and ByzFL and ByzPy look for CAF's direction in one and three power iterations instead of exactly.
+lower middle one, ByzFL and ByzPy look for CAF's direction in one and three power iterations instead of exactly, and
+ByzFL estimates SMEA's eigenvalues in one, from a random start, so that it may average another subset.
 """
 
 import argparse
@@ -46,6 +47,8 @@ RULES: dict[str, tuple[aggregators.Aggregator | agreement.Agreement, Callable | 
     "MultiKrum": (aggregators.MultiKrum(), twins.multi_krum),
     "RFA": (aggregators.RFA(), lambda x, f: twins.rfa(x, f, tolerance=1e-5)),
     "MDA": (aggregators.MDA(), twins.mda),
+    "SMEA": (aggregators.SMEA(), twins.smea),
+    "FedPGFilter": (aggregators.FedPGFilter(), twins.fedpg_filter),
     "MoNNA": (aggregators.MoNNA(), twins.monna),
     "Bulyan": (aggregators.Bulyan(), twins.bulyan),
     "CenteredClipping": (
@@ -245,6 +248,7 @@ def shared_rules(num_agents: int, f: int) -> dict[str, tuple[aggregators.Aggrega
         ),
     }
     if num_agents <= 13:  # they try all subsets
+        rules["SMEA"] = (aggregators.SMEA(), byzfl.SMEA(f), listed(by_distance.SMEA(f)))
         rules["MDA"] = (aggregators.MDA(), byzfl.MDA(f), listed(by_distance.MinimumDiameterAveraging(f)))
     return rules
 

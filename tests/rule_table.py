@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from math import comb
 from typing import Any
 
 import jax
@@ -19,10 +20,12 @@ from byzpg.robust.aggregators import (
     MDA,
     NNM,
     RFA,
+    SMEA,
     Bucketing,
     Bulyan,
     CenteredClipping,
     Clipping,
+    FedPGFilter,
     Krum,
     MeaMed,
     Mean,
@@ -117,6 +120,7 @@ def clipped_to_2(rows: np.ndarray, f: int) -> np.ndarray:
 geometric_median = with_options(twins.rfa, tolerance=1e-10)  # RFA stops at steps of 1e-5: good to 1e-3
 reference = with_options(twins.rfa, smoothing=0.1, max_iterations=8, tolerance=0, start="zero")
 two_steps = with_options(twins.rfa, smoothing=0.1, max_iterations=2, tolerance=0, start="zero")
+narrow = with_options(twins.fedpg_filter, radius=1.5, fallback_radius=3.0)
 clipped_from_medoid = with_options(twins.centered_clipping, radius=1.0, iterations=3, start="medoid")
 clipped_from_zero = with_options(twins.centered_clipping, radius=2.0, iterations=5, start="zero")
 
@@ -153,6 +157,19 @@ AGGREGATORS = [
         mean_at_zero=False,
     ),
     Case(MDA(), 3, HALF, CONVEX, twin=twins.mda),  # by the table of subsets
+    # Directions of equal variance tie in exact arithmetic only.
+    Case(SMEA(), 3, lambda k, f: HALF(k, f) and comb(k, f) <= 10_000, CONVEX, twin=twins.smea, ties=False),
+    # So do rows that are equally near to a mean. Without faults, only a row that is much further out is dropped.
+    Case(FedPGFilter(), 3, HALF, CONVEX, twin=twins.fedpg_filter, ties=False),
+    Case(
+        FedPGFilter(radius=1.5, fallback_radius=3.0),
+        3,
+        HALF,
+        CONVEX,
+        twin=narrow,
+        ties=False,
+        mean_at_zero=False,
+    ),
     Case(MoNNA(), 3, HALF, CONVEX, twin=monna_from_krum),
     Case(MoNNA(pivot=OWN), 3, HALF, CONVEX, permutes=False, twin=with_options(twins.monna, pivot=OWN)),
     Case(CenteredClipping(), 3, HALF, CONVEX, twin=clipped_from_medoid, mean_at_zero=False),

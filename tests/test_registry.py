@@ -10,8 +10,32 @@ from jax import Array
 
 from byzpg._registry import FAMILIES, members, parse, summary
 from byzpg.robust import aggregators, agreement, attacks
-from byzpg.robust.aggregators import ARC, MDA, NNM, RFA, Bucketing, CenteredClipping, Clipping, Krum, MoNNA, TrimmedMean
-from byzpg.robust.attacks import ALIE, IPM, AvgZero, FixedSet, LargeNoise, MDAFooling, MinSum, NonFinite, RotatingSet
+from byzpg.robust.aggregators import (
+    ARC,
+    MDA,
+    NNM,
+    RFA,
+    SMEA,
+    Bucketing,
+    CenteredClipping,
+    Clipping,
+    FedPGFilter,
+    Krum,
+    MoNNA,
+    TrimmedMean,
+)
+from byzpg.robust.attacks import (
+    ALIE,
+    IPM,
+    AvgZero,
+    FixedSet,
+    LargeNoise,
+    MDAFooling,
+    MinSum,
+    NonFinite,
+    Normalized,
+    RotatingSet,
+)
 from byzpg.robust.components import Component, nearest, plain_name, with_numbers, without_numbers
 from byzpg.robust.exchange import exchange
 
@@ -23,6 +47,8 @@ WITH_OPTIONS: dict[str, list[Component]] = {
         CenteredClipping(radius=10, iterations=7),
         MoNNA(pivot=3),
         MDA(node_limit=10),
+        SMEA(subset_limit=10),
+        FedPGFilter(radius=0.5),
         RFA(tolerance=float("inf")),
     ],
     "agreement": [agreement.MDA(node_limit=7)],
@@ -32,6 +58,7 @@ WITH_OPTIONS: dict[str, list[Component]] = {
         MinSum(direction="std"),
         LargeNoise(target="gradients", scale=1e30),
         MDAFooling(node_limit=9),
+        Normalized(direction="std", largest=3.0, candidates=4),
         NonFinite(target="parameters"),
     ],
     "byzantine set": [FixedSet(members=(0, 3)), FixedSet(members=(5,)), FixedSet(members=()), RotatingSet(period=10)],
@@ -102,6 +129,7 @@ def test_families_hold_every_concrete_class_and_no_other() -> None:
         "Agreement",
         "Attack",
         "MessageAttack",
+        "_Directed",
         "_LineSearch",
     }
     assert not abstract & set.union(*names.values())

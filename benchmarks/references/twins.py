@@ -139,6 +139,48 @@ def mda(received: np.ndarray, f: int, present: np.ndarray | None = None) -> np.n
     return np.asarray(received, dtype=np.float64)[subset].mean(axis=0)
 
 
+def smea_subset(received: np.ndarray, f: int, present: np.ndarray | None = None) -> np.ndarray:
+    """Sorted original indices of the n - f rows whose covariance has the least largest eigenvalue."""
+    rows, f, index = present_rows(received, f, present)
+    subsets = np.array(list(combinations(range(len(rows)), len(rows) - f)))
+    centred = rows[subsets] - rows[subsets].mean(axis=1, keepdims=True)
+    deviations = np.linalg.svd(centred, compute_uv=False)[:, 0]
+    return index[subsets[np.argmin(deviations)]]
+
+
+def smea(received: np.ndarray, f: int, present: np.ndarray | None = None) -> np.ndarray:
+    """The mean of the n - f rows that vary least in the direction in which they vary most."""
+    return np.asarray(received, dtype=np.float64)[smea_subset(received, f, present)].mean(axis=0)
+
+
+def fedpg_filter(
+    received: np.ndarray,
+    f: int,
+    present: np.ndarray | None = None,
+    radius: float | None = None,
+    fallback_radius: float | None = None,
+) -> np.ndarray:
+    """The mean of the rows within a radius of the dense row that is nearest to the mean of all dense rows."""
+    rows, f, _ = present_rows(received, f, present)
+    n = len(rows)
+    distances = squared_distances(rows)
+    upper_median = [float(np.sort(row)[n // 2]) for row in distances]
+    limit = 2 * np.sort(upper_median)[n // 2] if radius is None else radius**2
+    wider = 4 * limit if fallback_radius is None else fallback_radius**2
+    kept = np.zeros(n, dtype=bool)
+    for squared_radius in (limit, max(wider, min(upper_median))):
+        dense = [i for i in range(n) if np.sum(distances[i] <= squared_radius) > n / 2]
+        if squared_radius > wider:
+            dense = [int(np.argmin(upper_median))]
+        if dense:
+            to_mean = np.linalg.norm(rows[dense] - rows[dense].mean(axis=0), axis=1)
+            near = [i for i, gap in zip(dense, to_mean, strict=True) if gap <= 1.0001 * to_mean.min()]
+            kept = distances[min(near, key=lambda i: upper_median[i])] <= squared_radius
+        if kept.sum() >= n - f:
+            break
+    return rows[kept].mean(axis=0)
+
+
 def monna(received: np.ndarray, f: int, present: np.ndarray | None = None, pivot: int = 0) -> np.ndarray:
     """The mean of the n - f rows nearest to the row that was received at position `pivot`."""
     rows, f, index = present_rows(received, f, present)
@@ -355,6 +397,26 @@ def attack_min_sum(honest: np.ndarray, f: int, direction: str = "unit") -> np.nd
         return bool(np.sum((centre + gamma * p - honest) ** 2) <= bound)
 
     return centre + largest_step(allowed) * p
+
+
+def attack_normalized(
+    honest: np.ndarray,
+    f: int,
+    rule: Callable[[np.ndarray, int], np.ndarray],
+    direction: str = "sign",
+    largest: float = 10.0,
+    candidates: int = 16,
+) -> np.ndarray:
+    """Of the points mean + t |mean| p/|p|, the one that turns the rule's result furthest away from the mean."""
+    honest = np.asarray(honest, dtype=np.float64)
+    centre, p = honest.mean(axis=0), attack_direction(honest, direction)
+    length = np.linalg.norm(centre)
+    messages = [
+        centre + sign * largest / 2**j * length * p / np.linalg.norm(p) for sign in (-1, 1) for j in range(candidates)
+    ]
+    results = [rule(np.concatenate([honest, np.tile(message, (f, 1))]), f) for message in messages]
+    cosines = [float(result @ centre / np.linalg.norm(result) / length) for result in results]
+    return messages[int(np.argmin(np.round(cosines, 4)))]
 
 
 def attack_dissensus(receiver_row: np.ndarray, honest: np.ndarray, f: int, scale: float) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import twins
@@ -18,14 +19,17 @@ from rule_table import AGGREGATORS, AGREEMENTS, KEY, OWN, VARIANTS, Case, D, K
 from byzpg.robust.aggregators import (
     MDA,
     RFA,
+    SMEA,
     Aggregator,
     Bucketing,
+    FedPGFilter,
     Krum,
     MeaMed,
     Median,
     MoNNA,
     MultiKrum,
     TrimmedMean,
+    _largest_eigenvalue,
 )
 from byzpg.robust.agreement import GDA, Agreement
 
@@ -113,9 +117,10 @@ def chosen_by_krum(rows: np.ndarray, f: int, count: int) -> np.ndarray:
         (Krum(), 3, lambda rows: chosen_by_krum(rows, 3, 1)),
         (MultiKrum(), 3, lambda rows: chosen_by_krum(rows, 3, 10)),
         (MDA(), 3, lambda rows: twins.mda_subset(rows, 3)),
+        (SMEA(), 3, lambda rows: twins.smea_subset(rows, 3)),
         (GDA(), 2, lambda rows: twins.nearest(rows, OWN, 11)),
     ],
-    ids=["Krum", "MultiKrum", "MDA", "GDA"],
+    ids=["Krum", "MultiKrum", "MDA", "SMEA", "GDA"],
 )
 def test_parameters_of_norm_10_that_differ_by_1e_5(rule: Any, f: int, chosen: Callable):
     """The differences are the last few bits of float32: without centring, distances would be rounding errors."""
@@ -168,6 +173,24 @@ def test_trimmed_mean_takes_f_from_both_ends():
 def test_mean_around_median_prefers_the_smaller_of_two_as_near():
     assert call(MeaMed(), np.array([[0], [1], [3], [5], [6]], np.float32), 2) == [3]
     assert call(MeaMed(), np.array([[0], [1], [3], [5], [6]], np.float32), 1) == [2.25]
+
+
+def test_the_filter_widens_its_radius_until_enough_rows_are_left():
+    """More than half of 0 1 2 3 100 are within 1 of the rows 1 and 2, and within 2 of all but 100."""
+    rows = np.array([[0], [1], [2], [3], [100]], np.float32)
+    assert call(FedPGFilter(radius=2.0), rows, 1) == [1.5]
+    assert call(FedPGFilter(radius=1.0), rows, 1) == [1.5]  # three rows are too few, so the radius is 2
+    assert call(FedPGFilter(radius=1.0), rows, 2) == [1]  # of two equally dense rows, the first
+    assert call(FedPGFilter(radius=1.0, fallback_radius=1.0), rows, 1) == [1]  # three rows must do
+    assert call(FedPGFilter(radius=0.1, fallback_radius=0.1), rows, 1) == [1]  # there is no dense row: the densest
+
+
+def test_largest_eigenvalue_whatever_the_others_are():
+    for spectrum in ([5, 5, 5, 5], [5, 4.9999, 0, 0], [5, 0, 0, 0], [5e-12, 3e-12, 1e-12, 0], [5e30, 1, 0, 0]):
+        basis = np.linalg.qr(np.random.default_rng(0).normal(size=(4, 4)))[0]
+        matrix = (basis * spectrum) @ basis.T
+        assert _largest_eigenvalue(jnp.asarray(matrix, jnp.float32)) == pytest.approx(spectrum[0], rel=2e-6)
+    assert _largest_eigenvalue(jnp.zeros((3, 3))) == 0
 
 
 # Properties

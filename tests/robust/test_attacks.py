@@ -38,6 +38,7 @@ TABLE = (
     *(Row(make(), None) for make in (attacks.RandomAction, attacks.RewardFlip, attacks.RandomReward)),
     *(Row(make()) for make in (attacks.AvgZero, attacks.SignFlip, attacks.Zero, attacks.Mimic, attacks.IPM)),
     *(Row(make()) for make in (attacks.ALIE, attacks.OptimalALIE, attacks.OptimalIPM, attacks.MinMax, attacks.MinSum)),
+    Row(attacks.Normalized()),
     *(Row(make(), "both") for make in (attacks.NonFinite, attacks.Silent)),
     Row(attacks.LargeNoise(), "both", equivocates=True, draws=True),
     Row(attacks.Equivocate(), "both", equivocates=True),
@@ -138,6 +139,8 @@ def test_unknown_options(row):
         lambda: replace(attacks.MinMax(), direction="up"),
         lambda: attacks.LargeNoise(scale=0),
         lambda: attacks.OptimalIPM(candidates=0),
+        lambda: attacks.Normalized("up"),  # type: ignore[arg-type]
+        lambda: attacks.Normalized(largest=-1.0),
         lambda: attacks.Mimic(agent=len(HONEST)).false_messages(known(), ALL_AGENTS),
         lambda: attacks.OptimalALIE().false_messages(replace(known(), rule=None), ALL_AGENTS),
     ],
@@ -180,6 +183,10 @@ GOLDEN = (
     *((attacks.ALIE(z=z), lambda h, f, z=z: twins.attack_alie(h, f, z)) for z in (None, 1.5)),
     *((attacks.MinMax(direction=p), lambda h, f, p=p: twins.attack_min_max(h, f, p)) for p in ("unit", "std", "sign")),
     *((attacks.MinSum(direction=p), lambda h, f, p=p: twins.attack_min_sum(h, f, p)) for p in ("unit", "std", "sign")),
+    *(
+        (attacks.Normalized(p, candidates=5), lambda h, f, p=p: twins.attack_normalized(h, f, twins.mean, p, 10.0, 5))
+        for p in ("unit", "std", "sign")
+    ),
     (attacks.Mimic(agent=2), lambda honest, f: honest[2]),
     (attacks.Mimic(), lambda honest, f: honest[np.argmax(np.abs(np.linalg.svd(honest - honest.mean(0))[0][:, 0]))]),
 )
@@ -292,6 +299,39 @@ def test_line_search_finds_the_worst_factor(search, rule):
     assert max(gains) > 1.5  # there was something to search for
 
 
+@pytest.mark.parametrize(
+    ("rule", "twin"), [(aggregators.Krum(), twins.krum), (aggregators.TrimmedMean(), twins.trimmed_mean)], ids=str
+)
+def test_normalized_is_optimized_against_the_rule_in_use(rule, twin):
+    false_messages = jax.jit(attacks.Normalized(candidates=8).false_messages)
+    for seed in range(4):
+        knowledge = known(seed, rule)
+        expected = twins.attack_normalized(honest_rows(knowledge), len(ATTACKERS), twin, candidates=8)
+        close(false_messages(knowledge, ALL_AGENTS)[0], np.tile(expected, (len(ATTACKERS), 1)), 1e-4)
+
+
+def cosines(attack, rule, dimension=50) -> np.ndarray:
+    """How well the result of the rule keeps the direction of the honest mean, in ten rounds.
+
+    Half of the coordinates are negated: else the standard deviation would be parallel to the mean.
+    """
+    false_messages, found = jax.jit(attack.false_messages), []
+    for knowledge in (known(seed, rule, dimension) for seed in range(10)):
+        knowledge = replace(knowledge, vectors=knowledge.vectors * (-1.0) ** jnp.arange(dimension))
+        received = knowledge.vectors.at[knowledge.byzantine].set(false_messages(knowledge, ALL_AGENTS)[0])
+        result, mean = np.asarray(rule(received, num_byzantine=len(ATTACKERS))), np.asarray(knowledge.mean())
+        found.append(result @ mean / np.linalg.norm(result) / np.linalg.norm(mean))
+    return np.asarray(found)
+
+
+def test_normalized_turns_the_mean_and_a_robust_rule_keeps_the_direction():
+    mean, robust = aggregators.Mean(), aggregators.NNM(aggregators.TrimmedMean())
+    turned = cosines(attacks.Normalized(), mean)
+    assert (turned < cosines(attacks.OptimalALIE(), mean) - 0.1).all()  # which moves it furthest instead
+    assert (turned < -0.3).all()
+    assert (cosines(attacks.Normalized(), robust) > 0.8).all()
+
+
 # Which agents attack
 
 
@@ -332,6 +372,7 @@ MAIN_OPTION = {
     attacks.Mimic: ("agent", 2),
     attacks.MinMax: ("direction", "std"),
     attacks.MinSum: ("direction", "sign"),
+    attacks.Normalized: ("direction", "std"),
     attacks.LargeNoise: ("scale", 10.0),
     attacks.Equivocate: ("scale", 2.5),
     attacks.Dissensus: ("scale", 2.5),

@@ -30,6 +30,7 @@ ROBUST = (
     aggregators.Krum(),
     aggregators.RFA(),
     aggregators.MDA(),
+    aggregators.SMEA(),
     aggregators.NNM(aggregators.RFA()),
     aggregators.ARC(aggregators.RFA()),
 )

@@ -32,7 +32,7 @@ from byzpg.learning.gradients import (
 from byzpg.learning.host_rollouts import play
 from byzpg.learning.policies import Policy
 from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
-from byzpg.robust.aggregators import RFA
+from byzpg.robust.aggregators import FedPGFilter
 from byzpg.robust.attacks import Attack, ByzantineSet
 from byzpg.robust.components import Component
 from byzpg.robust.rules import Rule
@@ -320,7 +320,7 @@ ALGORITHMS = {
         centralized=True,
         robust=True,
         anchored=True,
-        defaults=SVRG_DEFAULTS | {"aggregator": RFA()},
+        defaults=SVRG_DEFAULTS | {"aggregator": FedPGFilter()},
     ),
     "N-PG-IGT": Algorithm(
         "one agent alone, with momentum, transported gradients and normalized steps (Fatkhullin et al. 2023)",

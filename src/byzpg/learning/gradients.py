@@ -246,8 +246,8 @@ class DefensiveSampling(Correction):
     def terms(self, batch: SmallBatch) -> tuple[Array, Array, "Health"]:
         now, before = map(batch.log_probabilities, (batch.parameters, batch.previous))
         ratio = _up_to_here(before - now, self.weighs_rewards)
-        weights = 2 * jax.nn.sigmoid(-ratio), 2 * jax.nn.sigmoid(ratio)
-        return *batch.gradients(*weights), Health.of(jnp.log(weights[1][:, :, -1]))
+        health = Health.of(log(2) + jax.nn.log_sigmoid(ratio[:, :, -1]))
+        return *batch.gradients(2 * jax.nn.sigmoid(-ratio), 2 * jax.nn.sigmoid(ratio)), health
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,14 @@ rows: four honest ones around (2, 2), and one from an attacker.
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
+from itertools import combinations
+from math import comb
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from byzpg.robust.components import Vectors, check_choice, check_count, check_positive
@@ -28,6 +31,7 @@ from byzpg.robust.order_statistics import (
     ascending,
     kth_smallest,
     smallest,
+    sort,
     sum_of_ranks,
     sum_of_smallest,
 )
@@ -39,11 +43,13 @@ __all__ = [
     "MDA",
     "NNM",
     "RFA",
+    "SMEA",
     "Aggregator",
     "Bucketing",
     "Bulyan",
     "CenteredClipping",
     "Clipping",
+    "FedPGFilter",
     "Krum",
     "MeaMed",
     "Mean",
@@ -502,6 +508,155 @@ class MDA(WeightedAggregator):
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         # ‖F − x̄_S‖ ≤ 2f/(K − f) · diameter (Farhadkhani et al. 2022), and diameter² ≤ 2 Σ_S ‖x_i − x̄_S‖².
         return 8 * num_byzantine**2 / (num_agents - num_byzantine)
+
+
+# So many subsets are tried at a time, so that their matrices fit into memory for many receivers.
+SUBSETS_AT_ONCE = 256
+
+
+@lru_cache
+def _subsets(num_rows: int, size: int) -> np.ndarray:
+    """Return all subsets of `size` rows, in lexicographic order, as indices [C, size]."""
+    return np.array(list(combinations(range(num_rows), size)), np.int32)
+
+
+def _largest_eigenvalue(matrix: Array) -> Array:
+    """Return the largest eigenvalue of a positive semidefinite matrix [m, m], up to rounding.
+
+    tr(A^p)^(1/p) is at most m^(1/p) times the largest eigenvalue, and not less than it. So p = 2^23 gives all digits of
+    float32, and takes 23 squarings, however close other eigenvalues are. The matrix is divided by its trace after each.
+    Many small matrices are squared faster than they are decomposed, and LAPACK may hang in batches inside of loops.
+    """
+
+    def square(step: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        scaled, eigenvalue = state
+        squared = dot(scaled, scaled)
+        trace = jnp.maximum(jnp.trace(squared), jnp.finfo(matrix.dtype).tiny)
+        return squared / trace, eigenvalue * trace ** (jnp.asarray(0.5, matrix.dtype) ** (step + 1))
+
+    trace = jnp.trace(matrix)
+    start = matrix / jnp.maximum(trace, jnp.finfo(matrix.dtype).tiny), jnp.maximum(trace, 0)
+    return lax.fori_loop(0, jnp.finfo(matrix.dtype).nmant, square, start)[1]
+
+
+@dataclass(frozen=True)
+class SMEA(WeightedAggregator):
+    """Smallest maximum eigenvalue averaging: the mean of the K − f rows that vary least (Allouah et al. 2023).
+
+    mean(S) with S = argmin_{|S| = K − f} λ_max(1/|S| Σ_{i∈S} (x_i − x̄_S)(x_i − x̄_S)ᵀ): in no direction do the rows of
+    S vary more than the rows of any other subset do in their worst direction. Of subsets with equal eigenvalues, the
+    first in lexicographic order counts ("On the Privacy-Robustness-Utility Trilemma").
+
+    All C(K, f) subsets are tried, and their eigenvalues are exact up to rounding. Tolerates f < K/2 as long as there
+    are no more than `subset_limit` subsets. `CAF` lowers the same eigenvalue without trying subsets.
+
+    Args:
+        subset_limit: The most subsets that may be tried. The time grows with their number, and with the cube of K − f.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(SMEA()(rows, num_byzantine=1))
+        [2. 2.]
+    """
+
+    subset_limit: int = 10_000
+
+    def __post_init__(self) -> None:
+        check_count(self, subset_limit=self.subset_limit)
+
+    @property
+    def bound(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (
+            f"f < K/2 and C(K, f) ≤ subset_limit = {self.subset_limit} (raise it, or use CAF, which tries no subsets)"
+        )
+
+    def max_byzantine(self, num_agents: int) -> int:
+        faults = range((num_agents - 1) // 2 + 1)
+        return max((f for f in faults if comb(num_agents, f) <= self.subset_limit), default=-1)
+
+    def is_mean(self, num_byzantine: int) -> bool:
+        return num_byzantine == 0 and type(self) is SMEA
+
+    def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
+        subsets = jnp.asarray(_subsets(cloud.num_points, cloud.num_points - num_byzantine))
+
+        def largest_variance(rows: Array) -> Array:
+            # The Gram matrix of the rows around their mean has the nonzero eigenvalues of |S| times their covariance.
+            gram = cloud.inner[rows[:, None], rows[None, :]]
+            half = gram - jnp.mean(gram, axis=0)
+            variance = _largest_eigenvalue(half - jnp.mean(half, axis=1, keepdims=True))
+            return jnp.where(jnp.all(cloud.usable[rows]) & jnp.isfinite(variance), variance, jnp.inf)
+
+        variances = lax.map(largest_variance, subsets, batch_size=SUBSETS_AT_ONCE)
+        members = jnp.zeros_like(cloud.usable).at[subsets[jnp.argmin(variances)]].set(True)
+        return cloud.mean_of(members)
+
+    def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
+        # Two sets of K − f rows share at least K − 2f. Along any direction, the mean of a share p of some rows is
+        # within √((1 − p)/p) standard deviations of the mean of all: here √(f/(K − 2f)). The chosen set varies no more
+        # than the honest one, so this distance counts twice.
+        return 4 * num_byzantine / (num_agents - 2 * num_byzantine)
+
+
+@dataclass(frozen=True)
+class FedPGFilter(WeightedAggregator):
+    """FedPG-BR's filter: the mean of the rows within a radius T of a vector median (Fan et al. 2021).
+
+    Dense rows have more than half of the rows within T, themselves included. The vector median is the dense row nearest
+    to the mean of the dense rows; of equally near ones, the one that needs the smallest radius to be dense. If fewer
+    than K − f rows are within T of it, or no row is dense, all is done again with a wider radius, and as many rows as
+    are within that count. Tolerates f < K/2.
+
+    In the paper, T = 2σ √(V/B) with V = 2 log(2K/δ), and the wider radius is 2σ. Here B is the size of the batches, and
+    no gradient of one trajectory is further than σ from the true one. To use constants of your own, give both radii.
+
+    Deviations: a rule knows neither σ nor B, so by default T is twice an estimate of the standard deviation σ/√B of the
+    rows: T = 2 S/√2, where S is the median over the rows of the median distance to all rows (as S_n of Rousseeuw and
+    Croux 1993). Distances between rows of standard deviation s are about √2 s in many dimensions, and fewer than half
+    of the rows cannot move S beyond the distances of the others. √V is left out: it is about 3, the noise of long
+    vectors does not exceed its standard deviation by such factors, and attackers would use the room. Where no row is
+    dense within the wider radius either, the published code makes no step; here, that radius grows until one is.
+
+    Args:
+        radius: T, in the units of the rows. None computes √2 S.
+        fallback_radius: The wider radius. None means 2T.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(FedPGFilter().weights(rows, num_byzantine=1))
+        [0.25 0.25 0.25 0.25 0.  ]
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("radius", "fallback_radius")
+    radius: float | None = None
+    fallback_radius: float | None = None
+
+    def __post_init__(self) -> None:
+        radii = {"radius": self.radius, "fallback_radius": self.fallback_radius}
+        check_positive(self, **{name: value for name, value in radii.items() if value is not None})
+        if self.radius is not None and self.fallback_radius is not None and self.fallback_radius < self.radius:
+            raise ValueError(
+                f"FedPGFilter: fallback_radius must be at least radius = {self.radius}, got {self.fallback_radius}."
+            )
+
+    def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
+        distances, middle = cloud.distances(), jnp.sum(cloud.usable) // 2
+        reach = sort(distances, axis=-1)[:, middle]  # the squared radius within which a row has more than half
+        densest = jnp.arange(cloud.num_points) == jnp.argmin(reach)
+        limit = 2 * sort(reach, axis=0)[middle] if self.radius is None else jnp.square(self.radius)
+        wider = 4 * limit if self.fallback_radius is None else jnp.square(self.fallback_radius)
+
+        def near_median(limit: Array) -> Array:
+            dense = (reach <= limit) | densest
+            gaps = jnp.where(dense, cloud.distances_to(cloud.mean_of(dense))[:-1], jnp.inf)
+            # Two dense rows are equally near to their mean: rounding errors must not decide between them.
+            nearest = gaps <= 1.0001 * jnp.min(gaps)
+            median = jnp.argmin(jnp.where(nearest, reach, jnp.inf))
+            return distances[median] <= jnp.maximum(limit, reach[median])
+
+        near = near_median(limit)
+        enough = (jnp.min(reach) <= limit) & (jnp.sum(near) >= cloud.num_points - num_byzantine)
+        return cloud.mean_of(jnp.where(enough, near, near_median(wider)))
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ __all__ = [
     "MinSum",
     "NoAttack",
     "NonFinite",
+    "Normalized",
     "OptimalALIE",
     "OptimalIPM",
     "RandomAction",
@@ -381,7 +382,7 @@ class ALIE(MessageAttack):
 
 @dataclass(frozen=True)
 class _LineSearch(MessageAttack):
-    """Attackers send the honest mean + t × a direction, with the factor t that moves the rule in use furthest.
+    """Attackers send the honest mean + t × a step, with the factor t that does the rule in use most harm.
 
     Args:
         largest: The largest factor that is tried, with both signs.
@@ -398,28 +399,32 @@ class _LineSearch(MessageAttack):
         check_count(self, candidates=self.candidates)
 
     @abstractmethod
-    def direction(self, knowledge: Knowledge) -> Array:
-        """Return the direction [d]."""
+    def step(self, knowledge: Knowledge) -> Array:
+        """Return the step [d]."""
+
+    def harm(self, result: Array, mean: Array) -> Array:
+        """Return how bad a result [d] of the rule is, for attackers who know the honest mean [d]."""
+        return jnp.sum(jnp.square(result - mean))
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         rule = knowledge.rule
         if rule is None:
             raise ValueError(f"{self} searches against the rule in use: Knowledge needs a rule.")
-        mean, direction = knowledge.mean(), self.direction(knowledge)
+        mean, step = knowledge.mean(), self.step(knowledge)
         victim = knowledge.honest[0]
 
         def damage(factor: Array) -> Array:
-            received = knowledge.vectors.at[knowledge.byzantine].set(mean + factor * direction)
+            received = knowledge.vectors.at[knowledge.byzantine].set(mean + factor * step)
             majority = knowledge.num_agents - knowledge.num_byzantine
             cloud = Cloud.received(received, None, majority, victim)
             result = rule.combine(cloud, knowledge.num_byzantine, jax.random.fold_in(knowledge.key, 0))
-            return jnp.sum(jnp.square(result - mean))
+            return self.harm(result, mean)
 
         sizes = self.largest / 2.0 ** jnp.arange(self.candidates, dtype=mean.dtype)
         factors = jnp.concatenate([-sizes, sizes])
         harm = lax.map(damage, factors)
         best = factors[jnp.argmax(jnp.where(jnp.isfinite(harm), harm, -1))]
-        return knowledge.same_for_all(mean + best * direction)
+        return knowledge.same_for_all(mean + best * step)
 
 
 @dataclass(frozen=True)
@@ -438,7 +443,7 @@ class OptimalALIE(_LineSearch):
 
     numbers: ClassVar[tuple[str, ...]] = ("largest",)
 
-    def direction(self, knowledge: Knowledge) -> Array:
+    def step(self, knowledge: Knowledge) -> Array:
         return knowledge.deviation()
 
 
@@ -458,8 +463,69 @@ class OptimalIPM(_LineSearch):
 
     numbers: ClassVar[tuple[str, ...]] = ("largest",)
 
-    def direction(self, knowledge: Knowledge) -> Array:
+    def step(self, knowledge: Knowledge) -> Array:
         return knowledge.mean()
+
+
+@dataclass(frozen=True)
+class _Directed(MessageAttack):
+    """Attackers move away from the honest mean.
+
+    Args:
+        direction: p. "unit" is −mean/‖mean‖, "std" is −standard deviation, "sign" is −sign(mean).
+    """
+
+    direction: Literal["unit", "std", "sign"] = "unit"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "direction", self.direction, ("unit", "std", "sign"))
+
+    def away(self, knowledge: Knowledge) -> Array:
+        """Return the direction p [d]."""
+        if self.direction == "std":
+            return -knowledge.deviation()
+        mean = knowledge.mean()
+        return -jnp.sign(mean) if self.direction == "sign" else -_unit(mean)
+
+
+def _unit(vector: Array) -> Array:
+    return vector / jnp.maximum(jnp.linalg.norm(vector), 1e-30)
+
+
+@dataclass(frozen=True)
+class Normalized(_LineSearch, _Directed):
+    """Attackers turn the result of the rule in use away from the honest mean as far as they can (Fang et al. 2025).
+
+    All send m = x̄ + t ‖x̄‖ p/‖p‖, with the factor t of either sign that maximizes ‖F/‖F‖ − x̄/‖x̄‖‖: F is the result of
+    the rule, x̄ the honest mean, and p the `direction`. Normalized steps, and Adam, follow the direction alone. Of
+    factors that turn the result equally far, the largest counts.
+
+    Deviations: the paper searches for the direction of unit vectors and then, in a second stage, for their length. Here
+    one search does both, because m is not normalized. The result before the attack is taken to be the honest mean.
+
+    Args:
+        direction: p. "unit" is −mean/‖mean‖, "std" is −standard deviation, "sign" is −sign(mean).
+        largest: The largest factor that is tried, with both signs.
+        candidates: How many factors of each sign are tried, each half of the one before.
+
+    Examples:
+        >>> from byzpg.robust import Median
+        >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
+        >>> knowledge = Knowledge(vectors, jnp.array([3]), jnp.array(0), jax.random.key(0), Median(), num_byzantine=1)
+        >>> print(Normalized(candidates=4).gradients(knowledge, jnp.array([0]))[0, 0].round())
+        [-23. -22.]
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("largest",)
+    direction: Literal["unit", "std", "sign"] = "sign"
+
+    def step(self, knowledge: Knowledge) -> Array:
+        return jnp.linalg.norm(knowledge.mean()) * _unit(self.away(knowledge))
+
+    def harm(self, result: Array, mean: Array) -> Array:
+        # Along the mean, all messages that reverse the result tie: rounding errors must not decide between them.
+        return jnp.round(jnp.sum(jnp.square(_unit(result) - _unit(mean))), 4)
 
 
 def _principal_axis(around_mean: Array) -> Array:
@@ -498,7 +564,7 @@ class Mimic(MessageAttack):
 
 
 @dataclass(frozen=True)
-class MinMax(MessageAttack):
+class MinMax(_Directed):
     """Attackers send the honest mean plus the longest step within the honest diameter (Shejwalkar & Houmansadr 2021).
 
     m = mean + γp, with the largest γ for which max_i ‖m − x_i‖ ≤ max_ij ‖x_i − x_j‖. γ is computed in closed form.
@@ -513,23 +579,13 @@ class MinMax(MessageAttack):
         [1.2 1.9]
     """
 
-    direction: Literal["unit", "std", "sign"] = "unit"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "direction", self.direction, ("unit", "std", "sign"))
-
     def _step(self, distances: Array, square: Array, slope: Array, curvature: Array) -> Array:
         """Return γ, given that ‖m − x_i‖² = square_i + 2γ slope_i + γ² curvature."""
         limit = jnp.max(distances)
         return jnp.min(_larger_root(square - limit, slope, curvature))
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
-        mean, around_mean = knowledge.mean(), knowledge.honest_around_mean()
-        if self.direction == "unit":
-            step = -mean / jnp.maximum(jnp.linalg.norm(mean), 1e-30)
-        else:
-            step = -knowledge.deviation() if self.direction == "std" else -jnp.sign(mean)
+        mean, around_mean, step = knowledge.mean(), knowledge.honest_around_mean(), self.away(knowledge)
         gram = dot(around_mean, around_mean.T)
         square, slope = jnp.diagonal(gram), -dot(around_mean, step)
         size = self._step(squared_distances(gram), square, slope, jnp.sum(jnp.square(step)))
