@@ -15,7 +15,7 @@ from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.federation.schedule import Paper
 from byzpg.learning.gradients import GPOMDP, REINFORCE, ImportanceWeights
 from byzpg.robust import agreement
-from byzpg.robust.aggregators import NNM, RFA, Bucketing, Mean, TrimmedMean
+from byzpg.robust.aggregators import NNM, RFA, Bucketing, FedPGFilter, Mean, TrimmedMean
 from byzpg.robust.agreement import GDA, NoAgreement
 from byzpg.robust.attacks import IPM, AvgZero, FixedSet, NoAttack, RotatingSet
 
@@ -61,8 +61,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "tuned": {
         "optimizer": "adam",
-        "step_size": 2e-2,
-        "large_batch": 15,
+        "step_size": 7e-3,
+        "large_batch": 6,
+        "momentum": 0.9,
         "switch_probability": 1.0,
         "output_tanh": False,
         "estimator": GPOMDP(baseline="leave-one-out"),
@@ -222,6 +223,22 @@ def test_files_with_the_options_of_an_earlier_version_are_read(file: dict[str, A
     assert Config.of(settings.as_data(), "config.json").resolved() == settings
 
 
+def test_a_run_that_was_saved_before_an_option_existed_means_what_it_meant_then() -> None:
+    data = Config(momentum=0.7).resolved().as_data()
+    old = {name: value for name, value in data.items() if name not in ("momentum", "transport")}
+    assert Config.of(data, "config.json").resolved().momentum == 0.7
+    assert Config.of(old, "config.json").resolved().momentum == 0
+    assert Config.of({"attack": "ALIE"}, "mine.toml").resolved().momentum == 0.9, (
+        "a user's file leaves it to the preset"
+    )
+
+
+def test_one_agent_alone_has_a_preset_of_its_own() -> None:
+    alone = Config(algorithm="PAGE-PG").resolved()
+    assert (alone.large_batch, alone.step_size, alone.momentum) == (15, 2e-2, 0)
+    assert Config(algorithm="N-PG-IGT").resolved().momentum == 0.9
+
+
 def test_a_small_batch_left_out_is_never_the_larger_one() -> None:
     assert Config(large_batch=3).resolved().small_batch == 3
     assert Config(large_batch=300).resolved().small_batch == 4
@@ -230,7 +247,8 @@ def test_a_small_batch_left_out_is_never_the_larger_one() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_algorithms_have_only_their_own_rules(algorithm: str) -> None:
     settings = Config(algorithm=algorithm, preset="paper").resolved()
-    assert settings.aggregator == (RFA() if algorithm in ("ByzPG", "DecByzPG") else Mean())
+    rules = {"ByzPG": RFA(), "DecByzPG": RFA(), "FedPG-BR": FedPGFilter()}
+    assert settings.aggregator == rules.get(algorithm, Mean())
     assert settings.agreement == (agreement.MDA() if algorithm == "DecByzPG" else NoAgreement())
     assert (settings.rounds > 0) == (algorithm == "DecByzPG")
     assert Config(algorithm=algorithm.lower().replace("-", "_"), preset="paper").resolved() == settings
@@ -391,6 +409,13 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"gate": "abc"}, ["gate must be float or 'health'", "'abc'"]),
     ({"gate": 1.5}, ["gate must lie in [0, 1]", "1.5"]),
     ({"gate": math.nan}, ["gate must lie in [0, 1]", "nan"]),
+    ({"momentum": 1.0}, ["momentum must lie in [0, 1)", "1.0"]),
+    ({"momentum": -0.1}, ["momentum must lie in [0, 1)", "-0.1"]),
+    ({"momentum": math.nan}, ["momentum must lie in [0, 1)", "nan"]),
+    ({"transport": True}, ["transport keeps momentum from lagging behind", "set momentum"]),
+    ({"importance": "DefensiveSampling", "small_batch": 5}, ["DefensiveSampling()", "small_batch must be even", "5"]),
+    ({"importance": "HessianVector", "gate": 0.5}, ["HessianVector()", "gate must be 1", "0.5"]),
+    ({"algorithm": "N-PG-IGT", "optimizer": "sgd"}, ["optimizer must be 'normalized' with N-PG-IGT", "'sgd'"]),
     ({"num_agents": "13"}, ["num_agents must be int", "'13'"]),
     ({"num_agents": 12.5}, ["num_agents must be int", "12.5"]),
     ({"num_agents": True}, ["num_agents must be int", "True"]),
