@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -240,13 +240,14 @@ def coins() -> None:
     """Counts alone: the timetables of ten reported seeds."""
     print("| preset, task | p | N | B | trajectories | one coin per seed, × shared | both batches always, × shared |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    for preset, task, trajectories in (
+    cases: list[tuple[Literal["paper", "theory"], str, int]] = [
         ("paper", "CartPole-v1", 8000),
         ("paper", "CartPole-v1", 2000),
         ("paper", "LunarLander-v3", 8000),
         ("theory", "CartPole-v1", 8000),
         ("theory", "LunarLander-v3", 8000),
-    ):
+    ]
+    for preset, task, trajectories in cases:
         config = Config(env=task, preset=preset, num_seeds=10, seed=REPORTED_SEED, trajectories=trajectories)
         settings = replace(config, num_agents=1, num_byzantine=0).resolved()
         schedule = settings.schedule()

@@ -45,11 +45,14 @@ OTHER_TASKS: dict[str, Any] = {
     "small_batch": 32,
 }
 
+ADAM_EPSILON = 1e-8  # of Kingma & Ba 2015, and of PyTorch
+
 PAPER: dict[str, Any] = {
     "output_tanh": True,
     "conventions": "Paper",
     "coins": "per-seed",
     "optimizer": "adam",
+    "adam_epsilon": ADAM_EPSILON,
     "step_size": 5e-3,
     "switch_probability": 0.2,
     "estimator": GPOMDP(),
@@ -181,6 +184,9 @@ class Config:
     """Optimizer: Adam, or plain SGD as in the theory."""
     step_size: float | None = None
     """Step size η."""
+    adam_epsilon: float | None = None
+    """Adam's ε. Gradients much smaller than ε lead to small steps; with 1e-8 even rounding errors lead to full
+    steps."""
 
     policy: Literal["auto", "categorical", "gaussian"] = "auto"
     """Kind of policy; auto chooses what fits the task's actions."""
@@ -383,6 +389,7 @@ class Settings:
     conventions: Conventions
     optimizer: Literal["adam", "sgd"]
     step_size: float
+    adam_epsilon: float
     policy: Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
     activation: Literal["relu", "tanh", "elu", "silu"]
@@ -434,6 +441,7 @@ class Settings:
             gate=self.gate,
             optimizer=self.optimizer,
             step_size=self.step_size,
+            adam_epsilon=self.adam_epsilon,
             conventions=self.conventions,
         )
         return Federation(
@@ -503,8 +511,13 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     small, large = values["small_batch"], values["large_batch"]
     if small > large:
         raise ValueError(f"small_batch must be at most large_batch = {large}, got {small}.")
-    if not 0 < values["step_size"] < inf:
-        raise ValueError(f"step_size must be positive and finite, got {values['step_size']}.")
+    for option in ("step_size", "adam_epsilon"):
+        if not 0 < values[option] < inf:
+            raise ValueError(f"{option} must be positive and finite, got {values[option]}.")
+    if values["optimizer"] == "sgd" and values["adam_epsilon"] != ADAM_EPSILON:
+        raise ValueError(
+            f"adam_epsilon = {values['adam_epsilon']} has no effect with sgd: leave it out, or use optimizer = 'adam'."
+        )
     if values["gate"] != "health" and not 0 <= values["gate"] <= 1:
         raise ValueError(f"gate must lie in [0, 1], or be 'health'; got {values['gate']}.")
     if ALGORITHMS[values["algorithm"]].single and values["num_agents"] > 1:

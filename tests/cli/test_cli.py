@@ -133,7 +133,7 @@ def test_train_trains_compares_and_concludes(trained: tuple[Path, subprocess.Com
     ):
         assert line in done.stdout
     ours, naive = load(run), load(run / "plain-averaging")
-    total = ours.trajectories[0, -1]
+    total = int(np.mean(ours.trajectories[:, -1]))
     assert re.search(
         rf"^{total} of {total} trajectories per agent, return \d+ \(100% done after \d+ s\)$", done.stdout, re.MULTILINE
     )
@@ -256,7 +256,7 @@ def test_curves_are_named_after_what_tells_them_apart() -> None:
     ours, plain = Config(aggregator="RFA"), Config(algorithm="Dec-PAGE-PG")
 
     def names(one: Config, other: Config) -> list[str]:
-        return [curve.label for curve in curves({first: a_run(one), second: a_run(other)})]
+        return [curve.label for curve in curves({first: a_run(one), second: a_run(other)})[0]]
 
     assert names(ours, plain) == ["DecByzPG with RFA", "Dec-PAGE-PG with plain averaging"]
     assert names(ours, Config(aggregator="Bucketing(RFA(), size=2)"))[1] == "DecByzPG with Bucketing(RFA(), size=2)"
@@ -264,6 +264,14 @@ def test_curves_are_named_after_what_tells_them_apart() -> None:
     assert attacked == ["DecByzPG with RFA, AvgZero", "DecByzPG with RFA, LargeNoise"]
     assert names(ours, replace(ours, seed=1)) == ["a", "b"]
     assert names(Config(algorithm="PAGE-PG"), plain)[0] == "PAGE-PG"
+    # What is called PAGE-PG need not use PAGE: curves tell the p in which they differ, and what they have in common.
+    page = Config(algorithm="PAGE-PG", switch_probability=0.2)
+    assert names(page, replace(page, switch_probability=1.0)) == ["PAGE-PG (p = 0.2)", "PAGE-PG (p = 1)"]
+    estimator = "GPOMDP(baseline='leave-one-out')"
+    assert curves({first: a_run(page), second: a_run(replace(page, switch_probability=1.0))})[1] == estimator
+    without = f"{estimator}, p = 1, so without small batches and the PAGE correction"
+    assert curves({first: a_run(plain)})[1] == without
+    assert without in str(runs_table({first: a_run(plain)}, with_paths=False).caption)
 
 
 def columns_of(runs: dict[Path, Run], *, with_paths: bool = False) -> dict[str, list[str]]:

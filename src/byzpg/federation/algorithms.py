@@ -63,7 +63,7 @@ class Agent(Component):
     A number may be an array [agent], for agents that differ in it.
     """
 
-    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "step_size")
+    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "step_size", "adam_epsilon")
 
     env: Task
     policy: Policy
@@ -76,6 +76,7 @@ class Agent(Component):
     gate: Number | Literal["health"]  # β of the PAGE correction
     optimizer: Literal["adam", "sgd"]
     step_size: Number  # η
+    adam_epsilon: Number  # added to the root of Adam's second moment
     conventions: Conventions
 
     @property
@@ -86,8 +87,8 @@ class Agent(Component):
             *self.conventions.shared,
         )
 
-    def _transform(self, step_size: Number = 0.0) -> optax.GradientTransformation:
-        return {"adam": optax.adam, "sgd": optax.sgd}[self.optimizer](step_size)
+    def _transform(self, step_size: Number = 0.0, adam_epsilon: Number = 0.0) -> optax.GradientTransformation:
+        return optax.adam(step_size, eps=adam_epsilon) if self.optimizer == "adam" else optax.sgd(step_size)
 
     def initial(self, parameters: Array) -> AgentState:
         """The state of agents that start from parameters [agent, d]."""
@@ -138,13 +139,14 @@ class Agent(Component):
         """
 
         def of_agent(
-            step_size: Number, optimizer: optax.OptState, parameters: Array, aggregated: Array
+            step_size: Number, epsilon: Number, optimizer: optax.OptState, parameters: Array, aggregated: Array
         ) -> tuple[Array, optax.OptState]:
-            updates, optimizer = self._transform(step_size).update(-aggregated, optimizer)  # optax descends
+            updates, optimizer = self._transform(step_size, epsilon).update(-aggregated, optimizer)  # optax descends
             return parameters + jnp.asarray(updates), optimizer
 
         step_sizes = jnp.broadcast_to(self.step_size, len(aggregated))
-        moved, optimizer = jax.vmap(of_agent)(step_sizes, state.optimizer, state.parameters, aggregated)
+        epsilons = jnp.broadcast_to(self.adam_epsilon, len(aggregated))
+        moved, optimizer = jax.vmap(of_agent)(step_sizes, epsilons, state.optimizer, state.parameters, aggregated)
         previous, direction = self.conventions.remembered(
             before=state.parameters, moved=moved, own=own, aggregated=aggregated
         )

@@ -307,10 +307,11 @@ def _run_block(
     if isinstance(by, ByCoordinate):
         states, metrics = iterate(by.kept(devices.unfilled(states, dimension)), keys, block, numbers)
         return by.kept(devices.filled(states, mesh)), metrics
+    block_division: Any = EVERYWHERE, BY_SEED, BY_SEED
     return jax.shard_map(
         iterate,
         mesh=mesh,
-        in_specs=(layout(states, mesh), BY_SEED, _Block(EVERYWHERE, BY_SEED, BY_SEED), EVERYWHERE),
+        in_specs=(layout(states, mesh), BY_SEED, _Block(*block_division), EVERYWHERE),
         out_specs=(layout(states, mesh), BY_SEED),
         check_vma=False,
     )(states, keys, block, numbers)
