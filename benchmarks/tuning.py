@@ -24,8 +24,10 @@ import jax
 import numpy as np
 
 from byzpg import Config, training
+from byzpg.experiments.statistics import smooth_on_grid
 from byzpg.runs import RunDirectory
 
+CELL = {"cartpole": 25, "variance": 25, "lunarlander": 50}
 LEVELS = {"cartpole": (450, 475), "variance": (450, 475), "lunarlander": (200, 250)}
 
 
@@ -81,7 +83,7 @@ def main() -> None:
     def say(progress: training.Progress) -> None:
         print(f"{progress.seconds:5.0f} s: {progress.done:.0%} done, {progress.label}", file=sys.stderr, flush=True)
 
-    levels = LEVELS[arguments.task]
+    levels, cell = LEVELS[arguments.task], CELL[arguments.task]
     with tempfile.TemporaryDirectory() as folder:
         directories = {}
         for index, (name, config) in enumerate(islice(settings(arguments.task), arguments.settings)):
@@ -93,9 +95,10 @@ def main() -> None:
         runs = {name: training.load(directory) for name, directory in directories.items()}
     print(f"| setting | {levels[0]} at | {levels[1]} at | end | worst seed's end |\n|---|---:|---:|---:|---:|")
     for name, run in runs.items():
-        mean = np.mean(run.returns, axis=0)
-        ends = np.mean(run.returns[:, run.trajectories > 0.9 * run.trajectories[-1]], axis=1)
-        reached = [run.trajectories[np.argmax(mean >= level)] if np.any(mean >= level) else None for level in levels]
+        grid = np.arange(cell, np.min(run.trajectories[:, -1]) + 1, cell)
+        cells = smooth_on_grid(run.trajectories, run.returns, grid)
+        mean, ends = np.mean(cells, axis=0), np.mean(cells[:, grid > 0.9 * grid[-1]], axis=1)
+        reached = [grid[np.argmax(mean >= level)] if np.any(mean >= level) else None for level in levels]
         shown = " | ".join("never" if each is None else f"{each:,}" for each in reached)
         print(f"| {name} | {shown} | {ends.mean():.0f} | {ends.min():.0f} |")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from byzpg.config import PRESETS, Config, Settings
+from byzpg.config import FORMERLY, PRESETS, Config, Settings
 from byzpg.experiments.authors_script import AuthorsScript
 from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.federation.schedule import Paper
@@ -102,6 +102,7 @@ def test_what_is_given_comes_before_the_preset(preset: Any) -> None:
         "large_batch": 20,
         "small_batch": 3,
         "switch_probability": 0.5,
+        "coins": "shared" if PRESETS[preset]["coins"] == "per-seed" else "per-seed",
         "estimator": REINFORCE(),
         "importance": ImportanceWeights(cap=2.0),
         "gate": 0.0,
@@ -225,7 +226,7 @@ def test_files_with_the_options_of_an_earlier_version_are_read(file: dict[str, A
 
 def test_a_run_that_was_saved_before_an_option_existed_means_what_it_meant_then() -> None:
     data = Config(momentum=0.7).resolved().as_data()
-    old = {name: value for name, value in data.items() if name not in ("momentum", "transport")}
+    old = {name: value for name, value in data.items() if name not in FORMERLY}
     assert Config.of(data, "config.json").resolved().momentum == 0.7
     assert Config.of(old, "config.json").resolved().momentum == 0
     assert Config.of({"attack": "ALIE"}, "mine.toml").resolved().momentum == 0.9, (
@@ -447,6 +448,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {"preset": "theory", "agreement": "NoAgreement"},
         ["NoAgreement() has the contraction 1, not below 1", "3 of 13", "use MDA"],
     ),
+    ({"adam_epsilon": 0.0}, ["adam_epsilon must be positive and finite", "0.0"]),
+    ({"adam_epsilon": 1e-3, "optimizer": "sgd"}, ["adam_epsilon = 0.001 has no effect with sgd", "'adam'"]),
+    ({"coins": "common"}, ["coins must be 'per-seed' or 'shared'", "'common'"]),
     ({"optimizer": "rmsprop"}, ["optimizer must be 'adam' or 'sgd'", "'rmsprop'"]),
     ({"conventions": "Script"}, ["no conventions 'Script'", "Did you mean 'AuthorsScript'?"]),
     ({"activation": "gelu"}, ["activation must be 'relu' or 'tanh'", "'gelu'"]),

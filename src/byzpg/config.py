@@ -45,11 +45,15 @@ OTHER_TASKS: dict[str, Any] = {
     "small_batch": 32,
 }
 
+ADAM_EPSILON = 1e-8  # of Kingma & Ba 2015, and of PyTorch
+
 PAPER: dict[str, Any] = {
     "trajectories": 1200,
     "output_tanh": True,
     "conventions": "Paper",
+    "coins": "per-seed",
     "optimizer": "adam",
+    "adam_epsilon": ADAM_EPSILON,
     "step_size": 5e-3,
     "switch_probability": 0.2,
     "estimator": GPOMDP(),
@@ -63,7 +67,7 @@ PAPER: dict[str, Any] = {
     "output": "last",
 }
 # Options of presets that were added later, at the values that mean what byzpg did without them.
-FORMERLY: dict[str, Any] = {"momentum": 0.0, "transport": False}
+FORMERLY: dict[str, Any] = {"coins": "shared", "adam_epsilon": ADAM_EPSILON, "momentum": 0.0, "transport": False}
 PRESETS: dict[str, dict[str, Any]] = {
     "tuned": PAPER
     | {
@@ -93,6 +97,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "activation": "tanh",
         "output_tanh": False,
         "conventions": "AuthorsScript",
+        "coins": "shared",
         "step_size": 5e-4,
         "importance": ImportanceWeights(floor=1e-9),
         "aggregator": RFA.reference(),
@@ -165,7 +170,7 @@ class Config:
     """Which agents attack when: FixedSet (the last ones), FixedSet(members=(0, 3)), RotatingSet(period=1)."""
 
     num_seeds: int = 4
-    """Number of independent repetitions, run side by side. They share one sequence of large and small batches."""
+    """Number of independent repetitions, run side by side."""
     seed: int = 0
     """First seed; the others are the numbers after it."""
     trajectories: int | None = None
@@ -185,6 +190,9 @@ class Config:
     """Number of trajectories B in a small batch, at most N."""
     switch_probability: float | Literal["theory"] | None = None
     """Probability p of a large batch, in (0, 1]; theory: 1/N."""
+    coins: Literal["per-seed", "shared"] | None = None
+    """Whether every seed tosses a coin of its own for its batches, or all toss the first seed's, which is faster but
+    makes the spread over seeds too small."""
     estimator: Estimator | str | None = None
     """Gradient estimator: GPOMDP or REINFORCE, each with baseline='none' or 'leave-one-out'."""
     importance: Correction | str | None = None
@@ -209,6 +217,9 @@ class Config:
     correction_noise: float = 1e5
     """Constant C of the PAGE correction's noise, for step_size = theory, where η ≤ 1/(2√A) and, for DecByzPG, A =
     C(α/p² + 1/(pK)). The default is a guess."""
+    adam_epsilon: float | None = None
+    """Adam's ε. Gradients much smaller than ε lead to small steps; with 1e-8 even rounding errors lead to full
+    steps."""
 
     policy: Literal["auto", "categorical", "gaussian"] = "auto"
     """Kind of policy; auto chooses what fits the task's actions."""
@@ -437,6 +448,7 @@ class Settings:
     large_batch: int
     small_batch: int
     switch_probability: float
+    coins: Literal["per-seed", "shared"]
     estimator: Estimator
     importance: Correction
     gate: float | Literal["health"]
@@ -445,6 +457,7 @@ class Settings:
     conventions: Conventions
     optimizer: Optimizer
     step_size: float
+    adam_epsilon: float
     policy: Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
     activation: Literal["relu", "tanh", "elu", "silu"]
@@ -478,6 +491,7 @@ class Settings:
             large_batch=self.large_batch,
             small_batch=self.small_batch,
             conventions=self.conventions,
+            shared_coin=self.coins == "shared",
         )
 
     def federation(self) -> Federation:
@@ -498,6 +512,7 @@ class Settings:
             anchored=algorithm.anchored,
             optimizer=self.optimizer,
             step_size=self.step_size,
+            adam_epsilon=self.adam_epsilon,
             conventions=self.conventions,
         )
         return Federation(
@@ -567,8 +582,14 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     small, large = values["small_batch"], values["large_batch"]
     if small > large:
         raise ValueError(f"small_batch must be at most large_batch = {large}, got {small}.")
-    if not 0 < values["step_size"] < inf:
-        raise ValueError(f"step_size must be positive and finite, got {values['step_size']}.")
+    for option in ("step_size", "adam_epsilon"):
+        if not 0 < values[option] < inf:
+            raise ValueError(f"{option} must be positive and finite, got {values[option]}.")
+    if values["optimizer"] != "adam" and values["adam_epsilon"] != ADAM_EPSILON:
+        raise ValueError(
+            f"adam_epsilon = {values['adam_epsilon']} has no effect with {values['optimizer']}: leave it out, or use "
+            "optimizer = 'adam'."
+        )
     if not 0 <= values["momentum"] < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {values['momentum']}.")
     if values["gate"] != "health" and not 0 <= values["gate"] <= 1:

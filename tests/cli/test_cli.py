@@ -133,7 +133,7 @@ def test_train_trains_compares_and_concludes(trained: tuple[Path, subprocess.Com
     ):
         assert line in done.stdout
     ours, naive = load(run), load(run / "plain-averaging")
-    total = ours.trajectories[-1]
+    total = int(np.mean(ours.trajectories[:, -1]))
     assert re.search(
         rf"^{total} of {total} trajectories per agent, return \d+ \(100% done after \d+ s\)$", done.stdout, re.MULTILINE
     )
@@ -203,7 +203,7 @@ def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: P
     assert "Stopping after this block of iterations. Press Ctrl-C again to stop at once." in out
     assert errors == "Stopped. Continue with: byzpg resume again\n"
     stopped = load(tmp_path / "again")
-    assert (stopped.complete, len(stopped.trajectories)) == (False, 1)  # it was still compiling: then comes one alone
+    assert (stopped.complete, stopped.returns.shape[1]) == (False, 1)  # it was still compiling: then comes one alone
     assert not (tmp_path / "again" / "curves.png").exists()
 
     assert forked("resume", "again", folder=tmp_path, JAX_LOG_COMPILES="1").wait() == 0, said(tmp_path)
@@ -246,9 +246,9 @@ def test_plot_compares_runs(run: Path, tmp_path: Path, here: Here) -> None:
 
 
 def a_run(config: Config) -> Run:
-    trajectories = np.arange(1, 11) * 10
+    trajectories = np.tile(np.arange(1, 11) * 10, (3, 1))
     metrics = {"return_mean": np.linspace(20, 480, 10) + np.zeros((3, 1)), "byzantine_weight": np.full((3, 10), np.nan)}
-    return Run(config.resolved(), trajectories, trajectories > 0, metrics, {}, 0, True)
+    return Run(config.resolved(), trajectories, trajectories > 0, metrics, {}, np.zeros(3, int), True)
 
 
 def test_curves_are_named_after_what_tells_them_apart() -> None:
@@ -256,7 +256,7 @@ def test_curves_are_named_after_what_tells_them_apart() -> None:
     ours, plain = Config(aggregator="RFA"), Config(algorithm="Dec-PAGE-PG")
 
     def names(one: Config, other: Config) -> list[str]:
-        return [curve.label for curve in curves({first: a_run(one), second: a_run(other)})]
+        return [curve.label for curve in curves({first: a_run(one), second: a_run(other)})[0]]
 
     assert names(ours, plain) == ["DecByzPG with RFA", "Dec-PAGE-PG with plain averaging"]
     assert names(ours, Config(aggregator="Bucketing(RFA(), size=2)"))[1] == "DecByzPG with Bucketing(RFA(), size=2)"
@@ -264,6 +264,14 @@ def test_curves_are_named_after_what_tells_them_apart() -> None:
     assert attacked == ["DecByzPG with RFA, AvgZero", "DecByzPG with RFA, LargeNoise"]
     assert names(ours, replace(ours, seed=1)) == ["a", "b"]
     assert names(Config(algorithm="PAGE-PG"), plain)[0] == "PAGE-PG"
+    # What is called PAGE-PG need not use PAGE: curves tell the p in which they differ, and what they have in common.
+    page = Config(algorithm="PAGE-PG", switch_probability=0.2)
+    assert names(page, replace(page, switch_probability=1.0)) == ["PAGE-PG (p = 0.2)", "PAGE-PG (p = 1)"]
+    estimator = "GPOMDP(baseline='leave-one-out')"
+    assert curves({first: a_run(page), second: a_run(replace(page, switch_probability=1.0))})[1] == estimator
+    without = f"{estimator}, p = 1, so without small batches and the PAGE correction"
+    assert curves({first: a_run(plain)})[1] == without
+    assert without in str(runs_table({first: a_run(plain)}, with_paths=False).caption)
 
 
 def columns_of(runs: dict[Path, Run], *, with_paths: bool = False) -> dict[str, list[str]]:
@@ -274,7 +282,8 @@ def columns_of(runs: dict[Path, Run], *, with_paths: bool = False) -> dict[str, 
 def test_the_summary_says_when_a_task_is_solved() -> None:
     def run_with(*solved: bool) -> Run:
         # The mean over 100 trajectories is that of one iteration.
-        made = replace(a_run(Config()), trajectories=np.arange(1, 11) * 200)
+        made = a_run(Config())
+        made = replace(made, trajectories=20 * made.trajectories)
         made.returns[~np.array(solved)] = 10.0
         return made
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from html import unescape
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from byzpg.experiments.statistics import interquartile_mean
 from byzpg.experiments.summaries import (
     Goal,
     comparisons,
+    curve_names,
     estimate,
     final_returns,
     goals,
@@ -173,11 +175,11 @@ def test_results_of_older_versions_can_be_read(tmp_path: Path) -> None:
 
 def a_run(sizes: list[int], **metrics: Any) -> Run:
     settings = Config(num_seeds=2).resolved()
-    trajectories = np.cumsum(sizes)
+    trajectories = np.tile(np.cumsum(sizes), (2, 1))
     unknown = np.full((2, len(sizes)), np.nan)
     known = {name: np.asarray(values, float) for name, values in metrics.items()}
     every = dict.fromkeys(("return_mean", "byzantine_weight", "diameter_before", "diameter_after"), unknown) | known
-    return Run(settings, trajectories, np.array(sizes) > 4, every, {}, 0, True)
+    return Run(settings, trajectories, np.tile(np.array(sizes) > 4, (2, 1)), every, {}, np.zeros(2, int), True)
 
 
 def test_a_result_has_cells_that_weigh_iterations_by_their_trajectories() -> None:
@@ -316,7 +318,8 @@ def y_of(line: Any) -> np.ndarray:
 @pytest.mark.parametrize("name", ["fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "ablation", "rotating"])
 def test_curves_are_means_before_the_published_ones_in_the_same_colour(results: Results, name: str) -> None:
     experiment, figure = drawn(results, name)
-    assert figure.get_suptitle() == experiment.title
+    assert figure.get_suptitle().rstrip() == experiment.title
+    names, _ = curve_names(experiment, results.runs)
     colours = colours_by_label(experiment)
     assert len(set(colours.values())) == len(colours)
     for axes, panel in zip(figure.axes, experiment.panels, strict=True):
@@ -340,7 +343,34 @@ def test_curves_are_means_before_the_published_ones_in_the_same_colour(results: 
             assert line.get_zorder() < lines[label].get_zorder()
     (legend,) = figure.legends
     texts = [text.get_text() for text in legend.get_texts()]
-    assert texts == [*colours, *(["published"] if name.startswith("fig") else [])]
+    assert texts == [*names.values(), *(["published"] if name.startswith("fig") else [])]
+
+
+def test_every_curve_is_shown_with_the_estimator_and_p_that_were_used(results: Results, tmp_path: Path) -> None:
+    """With p = 1, what is called PAGE-PG does not use PAGE; and under AvgZero, Adam rescales rounding."""
+    names: dict[str, dict[str, str]] = {}
+    notes: dict[str, str] = {}
+    for experiment in results.experiments:
+        names[experiment.name], notes[experiment.name] = curve_names(experiment, results.runs)
+    estimator = "GPOMDP(baseline='leave-one-out')"
+    without = f"{estimator}, p = 1, so without small batches and the PAGE correction."
+    assert notes["fig1"] == f"Ours: {without} Published: p = 0.2."
+    assert notes["fig2"].startswith(notes["fig1"])
+    rounding = "Dec-PAGE-PG K=13 α=3/13 under AvgZero shows rounding alone"
+    assert rounding in notes["fig2"]
+    assert notes["rotating"] == f"All runs: {without}"
+    assert notes["averaging"].count("shows rounding alone") == 1
+    assert "Plain averaging, ε = 1e-8 under" in notes["averaging"]
+    assert notes["ablation"] == f"All runs: {estimator}."
+    assert {"PAGE as printed (p = 0.2)", "p = 1, N = 15"} <= set(names["ablation"].values())
+    _, figure = drawn(results, "fig2")
+    texts = [" ".join(text.get_text().split()) for text in figure.texts]
+    assert notes["fig2"] in texts
+    write_report([results], tmp_path / "report.html")
+    page = unescape((tmp_path / "report.html").read_text())
+    for name in ("fig2", "ablation"):
+        assert notes[name] in page
+    assert "PAGE as printed (p = 0.2)" in page
 
 
 def test_a_role_has_one_colour_in_all_figures(results: Results) -> None:
@@ -563,7 +593,7 @@ def test_nothing_overflows_and_every_figure_is_seen(open_page: Callable[..., Pag
             "[...document.querySelectorAll('svg[role=img]')].map(e => e.getBoundingClientRect())"
             ".map(box => [box.width, box.height])"
         )
-        assert len(boxes) == 16 + 4 + 1 + 3 + 2 + 3 + 6 + 3
+        assert len(boxes) == 16 + 4 + 1 + 3 + 2 + 3 + 6 + 2 + 3
         assert np.all(np.array(boxes) > (280, 180))
         columns = page.evaluate(
             "new Set([...document.querySelectorAll('#tuned-fig2 .panel')]"
@@ -685,7 +715,7 @@ def test_the_page_says_how_to_reproduce_it_and_what_differs(open_page: Callable[
     caption = page.inner_text("#tuned-fig6 figcaption")
     assert "AvgZero: Fed-PAGE-PG K=13 α=3/13 leaves the axes, down to −900." in caption
     assert "leaves" not in page.inner_text("#tuned-fig3 figcaption")
-    assert page.locator("figure figcaption").count() == page.locator("figure[aria-label]").count() == 13
+    assert page.locator("figure figcaption").count() == page.locator("figure[aria-label]").count() == 14
     assert page.locator("svg[role=img]:not([aria-label])").count() == 0
 
 

@@ -38,9 +38,10 @@ def test_sgd_goes_up_the_direction_and_keeps_the_parameters_from_before() -> Non
     np.testing.assert_array_equal(state.direction, direction)
 
 
-def test_adam_is_adam_upwards_with_a_state_of_its_own_for_each_agent() -> None:
-    """Kingma & Ba 2015, β = (0.9, 0.999), ε = 1e-8, in float64."""
-    learner = agent(optimizer="adam", momentum=0.0)
+@pytest.mark.parametrize("epsilon", [1e-8, 0.3])
+def test_adam_is_adam_upwards_with_a_state_of_its_own_for_each_agent(epsilon: float) -> None:
+    """Kingma & Ba 2015, β = (0.9, 0.999), in float64."""
+    learner = agent(optimizer="adam", adam_epsilon=epsilon, momentum=0.0)
     first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
     state = learner.initial(first)
     expected, mean, square = np.asarray(first, float), 0.0, 0.0
@@ -48,9 +49,25 @@ def test_adam_is_adam_upwards_with_a_state_of_its_own_for_each_agent() -> None:
         before = state.parameters
         state = learner.advance(state, jnp.zeros_like(first), jnp.asarray(direction), True)
         mean, square = 0.9 * mean + 0.1 * direction, 0.999 * square + 0.001 * np.square(direction, dtype=float)
-        expected = expected + STEP * (mean / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
+        expected = expected + STEP * (mean / (1 - 0.9**step)) / (np.sqrt(square / (1 - 0.999**step)) + epsilon)
         np.testing.assert_array_equal(state.previous, before)
     np.testing.assert_allclose(state.parameters, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "stays"), [({}, False), ({"adam_epsilon": 1e-2}, True), ({"optimizer": "sgd"}, True)], ids=str
+)
+def test_rounding_moves_parameters_only_if_adam_rescales_it(options: dict[str, Any], stays: bool) -> None:
+    """AvgZero makes the mean zero up to rounding, which is all that plain averaging then hands to the optimizer."""
+    learner = agent(**options)
+    first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
+    (honest,) = np.random.default_rng(0).normal(size=(1, 10, first.shape[1])).astype(np.float32)
+    attackers = -np.sum(honest, axis=0, dtype=np.float32) / np.float32(3)
+    mean = np.mean(np.stack([*honest, *[attackers] * 3]), axis=0, dtype=np.float32)
+    assert 0 < np.max(np.abs(mean)) < 1e-6
+    state = learner.advance(learner.initial(first), jnp.zeros_like(first), jnp.broadcast_to(mean, first.shape), True)
+    moved = np.max(np.abs(state.parameters - first))
+    assert moved < 1e-4 * STEP if stays else moved > 0.5 * STEP
 
 
 def test_normalized_steps_have_the_length_of_the_step_size() -> None:

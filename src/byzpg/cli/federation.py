@@ -228,13 +228,14 @@ class Demo:
         from byzpg.cli.tables import LAST_TENTH, rounded
         from byzpg.experiments import figures
         from byzpg.experiments.results import Result
-        from byzpg.experiments.summaries import final_returns
+        from byzpg.experiments.summaries import final_returns, gradient_estimate
 
         settings, last = manifest.settings(), manifest.members[-1].name
         attacker = f", {last} attacking ({self.attacker})" if self.attacker is not None else ""
         figure = figures.learning_curves(
             [figures.Curve(name, run.trajectories, run.returns) for name, run in runs.items()],
             f"{settings.env}, {len(manifest.members)} members{attacker}",
+            subtitle=", ".join(gradient_estimate(settings)),
             reference_level=envs.make(settings.env).reward_threshold,
             reference_name="counts as solved",
             what="return of a member's own episodes",

@@ -35,12 +35,18 @@ def federation(settings: Settings) -> str:
     return f"{agents}, {settings.num_attackers} of them attacking ({short(settings.attack)})"
 
 
-def curves(runs: Mapping[Path, Run]) -> "list[Curve]":
-    """The learning curves of runs, each with the shortest label that tells it from the others."""
-    from byzpg.experiments.figures import Curve
+def curves(runs: Mapping[Path, Run]) -> "tuple[list[Curve], str]":
+    """The learning curves of runs, each with the shortest label that tells it from the others.
 
-    methods = [method(run.settings) for run in runs.values()]
+    The second value names what all have in common of the estimator and p; where they differ, the labels name them.
+    """
+    from byzpg.experiments.figures import Curve
+    from byzpg.experiments.summaries import estimates_apart, named
+
+    telling, common = estimates_apart([run.settings for run in runs.values()])
+    methods = [named(method(run.settings), parts) for run, parts in zip(runs.values(), telling, strict=True)]
     attacked = [f"{each}, {short(run.settings.attack)}" for each, run in zip(methods, runs.values(), strict=True)]
     paths = [str(path) for path in runs]
     labels = next(each for each in (methods, attacked, paths) if len(set(each)) == len(runs))
-    return [Curve(label, run.trajectories, run.returns) for label, run in zip(labels, runs.values(), strict=True)]
+    found = [Curve(label, run.trajectories, run.returns) for label, run in zip(labels, runs.values(), strict=True)]
+    return found, common

@@ -40,5 +40,6 @@ class Plot:
 
         runs = {directory: training.load(directory) for directory in self.directories}
         console.print(runs_table(runs, with_paths=True))
-        figures.save(figures.learning_curves(curves(runs), self.title), self.output)
+        drawn, common = curves(runs)
+        figures.save(figures.learning_curves(drawn, self.title, subtitle=common), self.output)
         say(f"Plot: {self.output}")

@@ -31,7 +31,7 @@ class Reproduce:
         tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="(at least one)"),
     ]
     """Experiments. In the paper: fig1 to fig6, or cartpole, lunarlander, all. Beyond the paper: ablation, momentum,
-    variance, speedup, tolerance, heatmap, rotating, agreement, or beyond for all of these."""
+    variance, speedup, tolerance, heatmap, rotating, agreement, averaging, or beyond for all of these."""
     task: Literal["CartPole-v1", "LunarLander-v3"] | None = None
     """Task whose experiments are run. Default: both tasks."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"

@@ -76,7 +76,10 @@ def _conclude(runs: Mapping[Path, Run]) -> None:
     plot = path / "curves.png"
     solved = envs.make(settings.env).reward_threshold
     title = f"{settings.env}, {federation(settings)}"
-    figure = figures.learning_curves(curves(runs), title, reference_level=solved, reference_name="counts as solved")
+    drawn, common = curves(runs)
+    figure = figures.learning_curves(
+        drawn, title, subtitle=common, reference_level=solved, reference_name="counts as solved"
+    )
     figures.save(figure, plot)
     say(f"Learning curves:  {plot}")
     say(f"Watch it play:    {shlex.join(['byzpg', 'play', str(path)])}")

@@ -14,7 +14,16 @@ from byzpg.cli.console import say
 from byzpg.cli.labels import method
 from byzpg.experiments.results import Result, Results
 from byzpg.experiments.statistics import lower_median
-from byzpg.experiments.summaries import attacker_weight, best_return, final_returns, num_diverged, trajectories_to_level
+from byzpg.experiments.summaries import (
+    attacker_weight,
+    best_return,
+    curve_names,
+    estimates_apart,
+    final_returns,
+    named,
+    num_diverged,
+    trajectories_to_level,
+)
 from byzpg.runs import Run
 
 TITLE = "Return of honest agents (mean ± standard deviation over seeds)"
@@ -29,12 +38,13 @@ MEANINGS = {
 
 def runs_table(runs: Mapping[Path, Run], *, with_paths: bool) -> Table:
     """A row per run; with paths, also where each run is and how far it has come."""
-    table = summary_table(["method"], [LAST_TENTH, BEST, SOLVED, WEIGHT])
-    for path, run in runs.items():
+    telling, common = estimates_apart([run.settings for run in runs.values()])
+    table = summary_table(["method"], [LAST_TENTH, BEST, SOLVED, WEIGHT], common)
+    for (path, run), parts in zip(runs.items(), telling, strict=True):
         result = Result.of(run)
-        name = method(run.settings)
+        name = escape(named(method(run.settings), parts))
         if with_paths:
-            name += f"\n[dim]{escape(str(path))}\n{run.trajectories[-1]:,} trajectories per agent[/dim]"
+            name += f"\n[dim]{escape(str(path))}\n{np.max(run.trajectories):,} trajectories per agent[/dim]"
         table.add_row(
             name,
             spread(final_returns(result)),
@@ -47,12 +57,15 @@ def runs_table(runs: Mapping[Path, Run], *, with_paths: bool) -> Table:
 
 def experiments_table(results: Results) -> Table:
     """A row per run of every experiment."""
-    table = summary_table(["experiment", "panel", "run"], [LAST_TENTH, BEST, WEIGHT])
+    notes = {experiment.name: curve_names(experiment, results.runs) for experiment in results.experiments}
+    common = dict.fromkeys(note for _, note in notes.values())
+    table = summary_table(["experiment", "panel", "run"], [LAST_TENTH, BEST, WEIGHT], "\n".join(common))
     for experiment in results.experiments:
+        names, _ = notes[experiment.name]
         for panel in experiment.panels:
             for cell in panel.cells:
                 result = results.runs[cell.run]
-                label = cell.label if cell.at is None else f"{cell.label}: {cell.at}"
+                label = names[cell.label] if cell.at is None else f"{names[cell.label]}: {cell.at}"
                 table.add_row(
                     experiment.name,
                     panel.title,
@@ -64,9 +77,10 @@ def experiments_table(results: Results) -> Table:
     return table
 
 
-def summary_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
-    """An empty table with columns of names and of numbers, which explains its numbers below."""
+def summary_table(names: Sequence[str], numbers: Sequence[str], common: str = "") -> Table:
+    """An empty table with columns of names and of numbers, which explains its numbers and what runs have in common."""
     known = [f"{column}: {MEANINGS[column]}" for column in numbers if column in MEANINGS]
+    known += [escape(common)] if common else []
     # Without borders, the longest names fit into 80 columns.
     table = Table(
         title=TITLE, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)

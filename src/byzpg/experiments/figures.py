@@ -8,6 +8,7 @@ from io import BytesIO
 from itertools import cycle
 from math import ceil, inf
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
@@ -25,7 +26,15 @@ from byzpg._files import write_atomically
 from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Experiment, Panel, published_curves
 from byzpg.experiments.results import Result
 from byzpg.experiments.statistics import bootstrap_interval, even_grid, interquartile_mean, smooth_on_grid
-from byzpg.experiments.summaries import LEVELS, Estimate, estimate, final_returns, reach_estimate, run_means
+from byzpg.experiments.summaries import (
+    LEVELS,
+    Estimate,
+    curve_names,
+    estimate,
+    final_returns,
+    reach_estimate,
+    run_means,
+)
 
 # Distinct for every kind of colour vision (Okabe & Ito 2008). Their yellow is left out: it is too pale for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -105,7 +114,7 @@ class Curve:
     """The returns of one method over the trajectories that each agent has sampled."""
 
     label: str
-    trajectories: np.ndarray  # [iteration], running total per agent
+    trajectories: np.ndarray  # [seed, iteration], running total per agent, or [iteration] if all seeds share it
     returns: np.ndarray  # [seed, iteration]
 
 
@@ -113,6 +122,7 @@ def learning_curves(
     curves: Sequence[Curve],
     title: str,
     *,
+    subtitle: str = "",
     reference_level: float | None = None,
     reference_name: str = "reference",
     what: str = "return (mean over honest agents)",
@@ -122,6 +132,7 @@ def learning_curves(
     Args:
         curves: The curves, in the order of the legend.
         title: The title of the figure.
+        subtitle: A line below the title: what all curves have in common.
         reference_level: A return to mark with a horizontal line.
         reference_name: The name of that line in the legend.
         what: The label of the vertical axis.
@@ -151,9 +162,9 @@ def learning_curves(
             if reference_level is not None:
                 name = f"{reference_name}: {reference_level:g}"
                 axes.axhline(reference_level, color=MUTED, linewidth=1, linestyle="--", zorder=1, label=name)
-            _over_trajectories(axes, max(curve.trajectories[-1] for curve in curves))
+            _over_trajectories(axes, max(np.max(curve.trajectories) for curve in curves))
         left.set_ylabel(what)
-        figure.suptitle(title, fontsize=12, fontweight="bold")
+        _head(figure, title, subtitle)
         _legend(figure, *left.get_legend_handles_labels())
     return figure
 
@@ -206,6 +217,15 @@ def _tidy(axes: Axes) -> None:
     axes.grid(True)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _head(figure: Figure, title: str, subtitle: str) -> None:
+    """Draw the title and, in plain letters, the line below it."""
+    lines = wrap(subtitle, int(14 * figure.get_figwidth()))
+    # The empty lines of the title keep this place free.
+    figure.suptitle(title + "\n" * len(lines), fontsize=12.5, fontweight="bold")
+    look: dict[str, Any] = {"fontsize": 9, "ha": "center", "va": "top", "linespacing": 1.4}
+    figure.text(0.5, 1 - 0.27 / figure.get_figheight(), "\n".join(lines), **look)
 
 
 def _legend(figure: Figure, handles: Sequence[Line2D], labels: Sequence[str]) -> None:
@@ -273,10 +293,10 @@ def colours_by_label(experiment: Experiment) -> dict[str, str]:
 
 def plots(experiment: Experiment, runs: Mapping[str, Result]) -> list[Plot]:
     """The plots of an experiment."""
-    colours = colours_by_label(experiment)
+    colours, (names, _) = colours_by_label(experiment), curve_names(experiment, runs)
 
     def of_panel(panel: Panel) -> list[Plot]:
-        who = ", ".join(dict.fromkeys(cell.label for cell in panel.cells))
+        who = ", ".join(dict.fromkeys(names[cell.label] for cell in panel.cells))
         given = {"panel": panel, "runs": runs, "colours": colours}
         final = Plot(
             f"{panel.title}: return at the end",
@@ -324,11 +344,12 @@ def plots(experiment: Experiment, runs: Mapping[str, Result]) -> list[Plot]:
     return [plot for same_kind in zip(*map(of_panel, experiment.panels), strict=True) for plot in same_kind]
 
 
-def legend_handles(experiment: Experiment) -> dict[str, Line2D]:
-    """The legend of an experiment, by label; a heat map has none."""
+def legend_handles(experiment: Experiment, runs: Mapping[str, Result]) -> dict[str, Line2D]:
+    """The legend of an experiment, by the name of a line; a heat map has none."""
     if experiment.kind == "heatmap":
         return {}
-    handles = {label: Line2D([], [], color=colour) for label, colour in colours_by_label(experiment).items()}
+    names, _ = curve_names(experiment, runs)
+    handles = {names[label]: Line2D([], [], color=colour) for label, colour in colours_by_label(experiment).items()}
     if any(panel.published for panel in experiment.panels):
         handles["published"] = Line2D([], [], color=MUTED, linestyle=PUBLISHED_DASHES, linewidth=1.1)
     return handles
@@ -346,8 +367,8 @@ def draw_experiment(experiment: Experiment, runs: Mapping[str, Result]) -> Figur
             axes = figure.add_subplot(rows, columns, number)
             plot.draw(axes)
             axes.set_title(plot.title, fontsize=10.5, loc="left")
-        figure.suptitle(experiment.title, fontsize=12.5, fontweight="bold")
-        if handles := legend_handles(experiment):
+        _head(figure, experiment.title, curve_names(experiment, runs)[1])
+        if handles := legend_handles(experiment, runs):
             _legend(figure, list(handles.values()), list(handles))
     return figure
 
@@ -361,12 +382,14 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: 
             axes.plot(*curves[cell.label], color=colour, label=f"{cell.label}, published", **look)
         _draw_mean(axes, result.trajectories, result.returns, colour, label=cell.label, linewidth=1.6)
     _over_trajectories(axes, max(runs[cell.run].trajectories[-1] for cell in panel.cells))
-    _return_axis(axes, panel)
+    means = np.concatenate([np.mean(runs[cell.run].returns, axis=0) for cell in panel.cells])
+    _return_axis(axes, panel, spread=float(np.ptp(means)))
 
 
-def _return_axis(axes: Axes, panel: Panel) -> None:
+def _return_axis(axes: Axes, panel: Panel, spread: float = inf) -> None:
+    """The axis of the task, unless the values differ too little to be told apart on it."""
     axes.set_ylabel("return")
-    if panel.task in RETURN_RANGES:
+    if panel.task in RETURN_RANGES and spread > 0.05 * np.ptp(RETURN_RANGES[panel.task]):
         axes.set_ylim(*RETURN_RANGES[panel.task])
 
 

@@ -404,6 +404,27 @@ def _agreement(build: _Builder) -> Experiment:
     )
 
 
+def _averaging(build: _Builder) -> Experiment:
+    """Plain averaging and DecByzPG under AvgZero, with two values of Adam's ε."""
+    shared: dict[str, Any] = {"num_byzantine": 3, "attack": "AvgZero", "optimizer": "adam", "trajectories": 600}
+
+    def panel(title: str, algorithm: str) -> Panel:
+        cells = (
+            build.cell(f"{title}, ε = {name}", algorithm=algorithm, adam_epsilon=epsilon, **shared)
+            for name, epsilon in (("1e-8", 1e-8), ("1e-2", 1e-2))
+        )
+        return Panel(title, CARTPOLE, tuple(cells))
+
+    return Experiment(
+        "averaging",
+        "What AvgZero does to plain averaging",
+        "AvgZero makes the mean of the gradients zero. Where do parameters go if only rounding is left of it? With "
+        "Adam's usual ε of 1e-8, rounding becomes full steps; with a larger ε, the step is zero as well.",
+        "curves",
+        (panel("Plain averaging", "Dec-PAGE-PG"), panel("DecByzPG", "DecByzPG")),
+    )
+
+
 _DECENTRALIZED: dict[str, Any] = {"robust": "DecByzPG", "plain": "Dec-PAGE-PG"}
 _CENTRALIZED: dict[str, Any] = {"robust": "ByzPG", "plain": "Fed-PAGE-PG"}
 # `key` is the name of the figure in published_curves.json.
@@ -428,6 +449,7 @@ EXPERIMENTS: dict[str, Callable[[_Builder], Experiment]] = {
     "heatmap": _heatmap,
     "rotating": _rotating,
     "agreement": _agreement,
+    "averaging": _averaging,
 }
 
 

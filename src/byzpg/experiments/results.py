@@ -49,7 +49,9 @@ class Result:
         for name in KEPT:
             values = run.metrics.get(name)
             if name != "return_mean" and values is not None and np.any(np.isfinite(values)):
-                metrics[name] = np.stack([_spread(run.trajectories, of_seed, grid) for of_seed in values])
+                metrics[name] = np.stack(
+                    [_spread(*of_seed, grid) for of_seed in zip(run.trajectories, values, strict=True)]
+                )
         return cls(run.settings, grid, {name: values.astype(np.float32) for name, values in metrics.items()})
 
 

@@ -11,6 +11,7 @@ from math import inf, nan
 
 import numpy as np
 
+from byzpg.config import PAPER, Settings
 from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Cell, Experiment, Panel, published_curves
 from byzpg.experiments.results import Result
 from byzpg.experiments.statistics import (
@@ -24,6 +25,7 @@ from byzpg.experiments.statistics import (
 )
 from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.robust.aggregators import Mean
+from byzpg.robust.attacks import AvgZero
 
 # The return that counts as learned, by task.
 LEVELS = {CARTPOLE: 450.0, LUNARLANDER: 200.0}
@@ -35,6 +37,62 @@ PUBLISHED_SPACING = 250
 # and may end this far to either side.
 TOLERANCES = {CARTPOLE: 6.0, LUNARLANDER: 4.0}
 WIDE_GAP = 50.0
+# Adam's ε up to which it rescales the rounding of a mean that is zero, about 1e-7 of a gradient.
+RESCALED_ROUNDING = 1e-7
+
+
+# How the curves came about
+
+
+def gradient_estimate(settings: Settings) -> tuple[str, str]:
+    """How agents estimate gradients: the estimator, and p. With p = 1, no algorithm uses the PAGE correction."""
+    return str(settings.estimator).removesuffix("()"), f"p = {settings.switch_probability:g}"
+
+
+def estimates_apart(settings: Sequence[Settings]) -> tuple[list[list[str]], str]:
+    """In what the gradient estimates of runs differ, for each run, and what all of them have in common.
+
+    Every curve is shown with both, because with p = 1 a method that is called PAGE-PG does not use PAGE.
+    """
+    estimates = [gradient_estimate(each) for each in settings]
+    common = [parts[0] for parts in zip(*estimates, strict=True) if len(set(parts)) == 1]
+    telling = [[part for part in each if part not in common] for each in estimates]
+    if all(each.switch_probability == 1 for each in settings):
+        common.append("so without small batches and the PAGE correction")
+    return telling, ", ".join(common)
+
+
+def named(label: str, telling: Sequence[str]) -> str:
+    """A label with what tells its estimate from others, unless the label says so itself."""
+    added = ", ".join(part for part in telling if part not in label)
+    return f"{label} ({added})" if added else label
+
+
+def curve_names(experiment: Experiment, runs: Mapping[str, Result]) -> tuple[dict[str, str], str]:
+    """The name of each label of an experiment, and sentences about what all curves have in common."""
+    cells = [cell for panel in experiment.panels for cell in panel.cells]
+    telling, common = estimates_apart([runs[cell.run].settings for cell in cells])
+    by_label: dict[str, dict[str, None]] = {}
+    for cell, parts in zip(cells, telling, strict=True):
+        by_label.setdefault(cell.label, {}).update(dict.fromkeys(parts))
+    published = any(panel.published for panel in experiment.panels)
+    sentences = [f"{'Ours' if published else 'All runs'}: {common}."] if common else []
+    if published:
+        sentences.append(f"Published: p = {PAPER['switch_probability']:g}.")
+    rounding = dict.fromkeys(cell.label for cell in cells if shows_rounding(runs[cell.run].settings))
+    if rounding:
+        sentences.append(
+            f"{' and '.join(rounding)} under AvgZero shows rounding alone: the mean is zero up to 1e-7 of a gradient, "
+            "and Adam rescales it to full steps."
+        )
+    return {label: named(label, list(parts)) for label, parts in by_label.items()}, " ".join(sentences)
+
+
+def shows_rounding(settings: Settings) -> bool:
+    """Whether a run shows rounding alone: a mean that the attack makes zero, rescaled to full steps by Adam."""
+    averages = isinstance(settings.aggregator, Mean) and settings.num_attackers > 0
+    rescales = settings.optimizer == "adam" and settings.adam_epsilon <= RESCALED_ROUNDING
+    return averages and isinstance(settings.attack, AvgZero) and rescales
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Agent(Component):
     A number may be an array [agent], for agents that differ in it.
     """
 
-    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "momentum", "step_size")
+    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "momentum", "step_size", "adam_epsilon")
 
     env: Task
     policy: Policy
@@ -96,6 +96,7 @@ class Agent(Component):
     anchored: bool  # whether a small batch corrects the last large batch (SVRPG), not the last iteration (PAGE)
     optimizer: Optimizer
     step_size: Number  # η
+    adam_epsilon: Number  # added to the root of Adam's second moment
     conventions: Conventions
 
     @property
@@ -106,13 +107,13 @@ class Agent(Component):
             *self.conventions.shared,
         )
 
-    def _transform(self, step_size: Number = 0.0) -> optax.GradientTransformation:
+    def _transform(self, step_size: Number = 0.0, adam_epsilon: Number = 0.0) -> optax.GradientTransformation:
         if self.optimizer == "sgd":
             return optax.sgd(step_size)
         if self.optimizer == "normalized":
             return optax.chain(optax.normalize_by_update_norm(eps=1e-12), optax.sgd(step_size))
         # A first moment on top of the agents' momentum would average twice, and learns more slowly than either.
-        return optax.adam(step_size, b1=0.9 if self.momentum is None else 0.0)
+        return optax.adam(step_size, b1=0.9 if self.momentum is None else 0.0, eps=adam_epsilon)
 
     def initial(self, parameters: Array) -> AgentState:
         """The state of agents that start from parameters [agent, d]."""
@@ -223,13 +224,14 @@ class Agent(Component):
         """
 
         def of_agent(
-            step_size: Number, optimizer: optax.OptState, parameters: Array, aggregated: Array
+            step_size: Number, epsilon: Number, optimizer: optax.OptState, parameters: Array, aggregated: Array
         ) -> tuple[Array, optax.OptState]:
-            updates, optimizer = self._transform(step_size).update(-aggregated, optimizer)  # optax descends
+            updates, optimizer = self._transform(step_size, epsilon).update(-aggregated, optimizer)  # optax descends
             return parameters + jnp.asarray(updates), optimizer
 
         step_sizes = jnp.broadcast_to(self.step_size, len(aggregated))
-        moved, optimizer = jax.vmap(of_agent)(step_sizes, state.optimizer, state.parameters, aggregated)
+        epsilons = jnp.broadcast_to(self.adam_epsilon, len(aggregated))
+        moved, optimizer = jax.vmap(of_agent)(step_sizes, epsilons, state.optimizer, state.parameters, aggregated)
         previous, direction = self.conventions.remembered(
             before=state.parameters, moved=moved, own=own, aggregated=aggregated
         )

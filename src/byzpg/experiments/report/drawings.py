@@ -12,7 +12,7 @@ from byzpg.experiments.figures import COLOURS, GRID, INK, MUTED, RETURN_RANGES, 
 from byzpg.experiments.paper import Experiment
 from byzpg.experiments.report.wording import seeds_of, whole
 from byzpg.experiments.results import Result
-from byzpg.experiments.summaries import WINDOW
+from byzpg.experiments.summaries import WINDOW, curve_names
 
 
 def figure(experiment: Experiment, runs: Mapping[str, Result], anchor: str) -> str:
@@ -25,15 +25,16 @@ def figure(experiment: Experiment, runs: Mapping[str, Result], anchor: str) -> s
         panels.append(
             f"<div class='panel'><p class='name'>{escape(plot.title)}</p><div class='canvas'>{svg}</div></div>"
         )
+    caption = escape(f"{_caption(experiment, runs)} {curve_names(experiment, runs)[1]}".rstrip())
     return (
-        f"<figure aria-label='{escape(experiment.title)}'>{_key(experiment)}<div class='panels {shape}'>"
-        f"{''.join(panels)}</div><figcaption>{escape(_caption(experiment, runs))}</figcaption></figure>"
+        f"<figure aria-label='{escape(experiment.title)}'>{_key(experiment, runs)}<div class='panels {shape}'>"
+        f"{''.join(panels)}</div><figcaption>{caption}</figcaption></figure>"
     )
 
 
-def _key(experiment: Experiment) -> str:
+def _key(experiment: Experiment, runs: Mapping[str, Result]) -> str:
     items = []
-    for label, line in legend_handles(experiment).items():
+    for label, line in legend_handles(experiment, runs).items():
         dashes = " stroke-dasharray='5 3'" if line.is_dashed() else ""
         stroke = _themed(f"stroke: {line.get_color()}")
         path = f"<path d='M0 4H26' style='{stroke}' stroke-width='2.4'{dashes}/>"

@@ -6,7 +6,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from byzpg.config import Config, Settings
+from byzpg.config import PAPER, Config, Settings
 from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Cell, Experiment, Panel
 from byzpg.experiments.report.wording import (
     count,
@@ -23,10 +23,13 @@ from byzpg.experiments.results import Result
 from byzpg.experiments.summaries import (
     LEVELS,
     Comparison,
+    curve_names,
     estimate,
+    estimates_apart,
     final_returns,
     improvement,
     mean_reaches,
+    named,
     plain_rival,
     reach_estimate,
     returns_at,
@@ -44,6 +47,7 @@ OPTIONS = {
     "large_batch": "large batch N",
     "small_batch": "small batch B",
     "switch_probability": "probability p of a large batch",
+    "coins": "coins",
     "estimator": "estimator",
     "importance": "importance weights",
     "gate": "gate β",
@@ -55,7 +59,7 @@ OPTIONS = {
     "rounds": "rounds κ",
     "output": "output",
 }
-OF_SMALL_BATCHES = ("small_batch", "importance", "gate")
+OF_SMALL_BATCHES = ("small_batch", "coins", "importance", "gate")
 
 Rivals = Mapping[tuple[Panel, Cell], Cell | None]
 
@@ -119,11 +123,14 @@ def published_tables(found: Sequence[Comparison], anchors: Mapping[str, str]) ->
         (LUNARLANDER, end, _end_cells, ["Published", "Ours", "Difference"]),
     ):
         groups: dict[str, list[str]] = {}
-        for each in found:
+        telling, common = estimates_apart([each.result.settings for each in found])
+        for each, parts in zip(found, telling, strict=True):
             if each.panel.task == task:
                 link = f"<a href='#{anchors[each.experiment.name]}'>{escape(short_name(each.experiment))}</a>"
                 group = link if each.panel.title in caption else f"{link}, {escape(each.panel.title)}"
-                groups.setdefault(group, []).append(_row(escape(each.cell.label), *cells(each)))
+                groups.setdefault(group, []).append(_row(escape(named(each.cell.label, parts)), *cells(each)))
+        if common:
+            caption += f" Ours: {common}. Published: p = {PAPER['switch_probability']:g}."
         tables += [_table(caption, ["Method", *columns], groups)] if groups else []
     return "".join(tables)
 
@@ -167,6 +174,7 @@ def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
     placed, levels = experiment.kind in PLACES, tasks <= set(LEVELS)
     diameters = experiment.kind == "agreement"
     rivals = {(panel, cell): plain_rival(cell, panel, runs) for panel, cell in cells}
+    names, _ = curve_names(experiment, runs)
     head = ["Method", *([PLACES[experiment.kind]] if placed else []), "Return at the end", "IQM [95 %]"]
     head += ["Diameter after"] * diameters
     head += [f"Until {' or '.join(f'{LEVELS[task]:g}' for task in sorted(tasks))} [95 %]"] * levels
@@ -175,7 +183,7 @@ def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
     for (panel, cell), rival in rivals.items():
         shared = experiment.kind == "curves" and sum(other.run == cell.run for _, other in cells) > 1
         result, final = runs[cell.run], final_returns(runs[cell.run])
-        row = [escape(cell.label), *([f"{cell.at}"] if placed else [])]
+        row = [escape(names[cell.label]), *([f"{cell.at}"] if placed else [])]
         row += [spread(final), with_interval(estimate(final), whole)]
         if diameters:
             means = run_means(result, "diameter_after")
