@@ -20,7 +20,7 @@ from byzpg.federation.schedule import Paper, iteration_stream
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState
 from byzpg.robust.aggregators import Aggregator
 from byzpg.robust.agreement import Agreement
-from byzpg.robust.attacks import Attack
+from byzpg.robust.attacks import Attack, Knowledge, MessageAttack, NoAttack
 from byzpg.runs import RunDirectory
 from byzpg.training import BLOCK, resume_all, simulation_of
 
@@ -387,6 +387,29 @@ def test_a_seed_does_the_same_alone_as_among_others_and_a_federation_too(tmp_pat
     assert timetable.in_step
     np.testing.assert_array_equal(timetable.large, run.large[0, : run.num_iterations[0]])
     assert not np.array_equal(timetable.plans[1].large, run.large[1, : run.num_iterations[1]])
+
+
+@dataclass(frozen=True)
+class Sleeper(MessageAttack):
+    """An attack of a user's own, which depends on the iteration."""
+
+    def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
+        return jnp.where(knowledge.iteration >= 2, -5 * knowledge.truth(), knowledge.truth())
+
+
+def test_an_attack_knows_the_iteration_of_its_seed() -> None:
+    """The first seed is in iteration 1, and the second in iteration 2, where the attack begins."""
+    federation = settings_of(
+        algorithm="ByzPG", num_agents=5, rounds=None, aggregator="Mean", attack="Zero"
+    ).federation()
+    takes_part = np.array([[True, False, True], [True, True, True]])
+    found = []
+    for attack in (Sleeper(), NoAttack()):
+        simulation = Simulation((replace(federation, attack=attack),), (3, 4))
+        states, _ = simulation.run(simulation.start(), [LARGE] * 3, 0, takes_part=takes_part, only_large=True)
+        found.append(np.asarray(states[0].agents.direction))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert np.max(np.abs(found[0][1] - found[1][1])) > 0.01
 
 
 # Each of them in numbers alone, but in all numbers there are.
