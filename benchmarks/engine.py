@@ -4,10 +4,12 @@
     python benchmarks/engine.py growth        # seconds per iteration and their shares for K = 13, 26, 52, 104
     python benchmarks/engine.py federations   # 100 federations of 13 agents × 4,000 trajectories, compilation included
     python benchmarks/engine.py numbers       # federations that differ in numbers: seconds until their first block ends
+    python benchmarks/engine.py coins         # trajectories that ten seeds compute while they wait for each other
     python benchmarks/engine.py train         # `byzpg train` as a newcomer runs it, from the start to the first return
 
 Baseline of `steps`: rollouts alone, as they are usually written: Gymnasium's CartPole and a NumPy network, one step at
-a time. `growth` has the first row, K = 13, as its baseline, and `numbers` has one federation. Times are the best of
+a time. `growth` has the first row, K = 13, as its baseline, `numbers` has one federation, and `coins` has the shared
+coin, with which nobody waits. Times are the best of
 several runs after compilation, where nothing else is said.
 """
 
@@ -28,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from byzpg import Config, train
+from byzpg.config import REPORTED_SEED
 from byzpg.envs.cartpole import CartPole, State
 from byzpg.federation.algorithms import Federation
 from byzpg.federation.simulator import LARGE, SMALL, Simulation
@@ -59,6 +62,7 @@ def best(function: Callable[[], object], repetitions: int = 5) -> float:
 
 # Both batch sizes occur, whatever the presets say.
 SETTING: dict[str, Any] = {"large_batch": 30, "small_batch": 4, "switch_probability": 0.2, "step_size": 5e-3}
+SETTING |= {"coins": "shared"}  # so that all seeds do the same amount of work
 
 
 def endless(**options: Any) -> Federation:
@@ -193,7 +197,8 @@ def federations(number: int, trajectories: int) -> None:
     )
     seconds, steps = time.perf_counter() - started, np.sum(run.metrics["environment_steps"])
     print(
-        f"{number} federations × 13 agents × {run.trajectories[-1]:,} trajectories on {jax.devices()[0].device_kind}: "
+        f"{number} federations × 13 agents × {np.max(run.trajectories):,} trajectories "
+        f"on {jax.devices()[0].device_kind}: "
         f"{seconds:.1f} s in total, {marks[0] - started:.1f} s until the first block ended (compilation included); "
         f"{steps / 1e6:,.0f} M environment steps, {steps / seconds / 1e6:.1f} M/s; "
         f"last return {run.returns[:, -1].mean():.0f}"
@@ -231,6 +236,30 @@ def first_blocks(options: dict[str, list[Any]]) -> None:
         started = time.perf_counter()
 
 
+def coins() -> None:
+    """Counts alone: the timetables of ten reported seeds."""
+    print("| preset, task | p | N | B | trajectories | one coin per seed, × shared | both batches always, × shared |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for preset, task, trajectories in (
+        ("paper", "CartPole-v1", 8000),
+        ("paper", "CartPole-v1", 2000),
+        ("paper", "LunarLander-v3", 8000),
+        ("theory", "CartPole-v1", 8000),
+        ("theory", "LunarLander-v3", 8000),
+    ):
+        config = Config(env=task, preset=preset, num_seeds=10, seed=REPORTED_SEED, trajectories=trajectories)
+        settings = replace(config, num_agents=1, num_byzantine=0).resolved()
+        schedule = settings.schedule()
+        timetable = schedule.timetable(Simulation((settings.federation(),), settings.seeds).initial_parameters())
+        needed = np.mean([plan.trajectories[-1] for plan in timetable.plans])
+        batches = settings.large_batch + settings.small_batch
+        always = max(plan.num_iterations for plan in timetable.plans) * batches
+        print(
+            f"| {preset}, {task} | {settings.switch_probability:.2g} | {settings.large_batch} | {settings.small_batch} "
+            f"| {trajectories:,} | {timetable.trajectories_computed(schedule) / needed:.2f} | {always / needed:.2f} |"
+        )
+
+
 def newcomer() -> None:
     """Two starts of each command: the first one with an empty cache of programs."""
     with tempfile.TemporaryDirectory() as folder:
@@ -263,7 +292,7 @@ def _marks(folder: str, options: tuple[str, ...], to_the_end: bool) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "growth", "federations", "numbers", "train"))
+    parser.add_argument("what", choices=("steps", "growth", "federations", "numbers", "coins", "train"))
     parser.add_argument("--number", type=int, default=100)
     parser.add_argument("--trajectories", type=int, default=4000)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)  # of one process of `numbers`
@@ -274,7 +303,7 @@ def main() -> None:
     elif arguments.options is not None:
         first_blocks(arguments.options)
     else:
-        {"steps": steps, "growth": growth, "numbers": numbers, "train": newcomer}[arguments.what]()
+        {"steps": steps, "growth": growth, "numbers": numbers, "coins": coins, "train": newcomer}[arguments.what]()
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def run(env: str, trajectories: int, results: Path) -> None:
     config = replace(shared, env=env, trajectories=trajectories)
     done = train(config, on_progress=say)
     arrays = {
-        "trajectories": done.trajectories,
+        "trajectories": done.trajectories[0],  # p = 1
         "returns": done.returns.astype(np.float32),
         "seconds": np.float32(time.perf_counter() - started),
         "steps": np.sum(done.metrics["environment_steps"], dtype=np.float64),

@@ -442,7 +442,7 @@ def measure_bare(kind: str) -> None:
         started = time.perf_counter()
         runs = [training.train(each, Path(folder) / str(number)) for number, each in enumerate(config)]
         seconds = time.perf_counter() - started
-    print(json.dumps({"seconds": seconds, "iterations": len(runs[0].trajectories)}))
+    print(json.dumps({"seconds": seconds, "iterations": int(max(runs[0].num_iterations))}))
 
 
 def flower_round(folder: Path, secure: bool, rounds: tuple[int, int]) -> float:

@@ -75,7 +75,7 @@ def main() -> None:
         runs = {name: training.load(directory) for name, directory in directories.items()}
     print(f"| setting | {levels[0]} at | {levels[1]} at | end | worst seed's end |\n|---|---:|---:|---:|---:|")
     for name, run in runs.items():
-        grid = np.arange(cell, run.trajectories[-1] + 1, cell)
+        grid = np.arange(cell, np.min(run.trajectories[:, -1]) + 1, cell)
         cells = smooth_on_grid(run.trajectories, run.returns, grid)
         mean, ends = np.mean(cells, axis=0), np.mean(cells[:, -4:], axis=1)
         reached = [grid[np.argmax(mean >= level)] if np.any(mean >= level) else None for level in levels]

@@ -107,8 +107,9 @@ def test_an_exported_policy_balances_the_pole_without_jax(tmp_path: Path) -> Non
     settings = Config(num_agents=1, num_byzantine=0, num_seeds=1, hidden=()).resolved()
     push_right = np.asarray([0.1, 0.5, 1.0, 1.0])  # to where the pole leans and falls: a known solution
     theta = np.concatenate([np.stack([-push_right, push_right], axis=1).ravel(), [0, 0]]).astype(np.float32)
-    held, one = theta[None, None], np.ones(1, int)
-    run = Run(settings, one, one > 0, {"return_mean": np.ones((1, 1))}, {"last": held, "uniform": held}, 0, True)
+    held, one = theta[None, None], np.ones((1, 1), int)
+    parameters, outputs = {"last": held, "uniform": held}, np.zeros(1, int)
+    run = Run(settings, one, one > 0, {"return_mean": one.astype(float)}, parameters, outputs, True)
     write_policy(run, tmp_path / "policy.npz", "numpy")
     program = SCRIPT + "; print(sorted({'jax', 'jaxlib', 'byzpg'} & sys.modules.keys()))"
     command = [sys.executable, "-c", program, EXAMPLES / "act_without_jax.py", tmp_path / "policy.npz"]

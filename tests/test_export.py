@@ -46,10 +46,9 @@ def untrained(num_seeds: int = 1, **options: Any) -> Run:
     config = Config(num_agents=2, num_byzantine=0, num_seeds=num_seeds, **options)
     settings, rng = config.resolved(), np.random.default_rng(21)
     held = rng.normal(size=(num_seeds, 2, settings.bound_policy().dimension)).astype(np.float32)
-    one = np.ones(1, int)
-    return Run(
-        settings, one, one > 0, {"return_mean": np.ones((num_seeds, 1))}, {"last": held, "uniform": -held}, 0, True
-    )
+    one = np.ones((num_seeds, 1), int)
+    parameters, outputs = {"last": held, "uniform": -held}, np.zeros(num_seeds, int)
+    return Run(settings, one, one > 0, {"return_mean": one.astype(float)}, parameters, outputs, True)
 
 
 NETWORKS = [{"hidden": (7, 3), "activation": activation, "output_tanh": False} for activation in ACTIVATIONS]

@@ -18,13 +18,14 @@ from byzpg import Config, Run, training
 from byzpg._files import write_atomically
 from byzpg.config import Settings
 from byzpg.federation.metrics import Metrics
-from byzpg.federation.schedule import CommonCoin, Plan
+from byzpg.federation.schedule import CommonCoin, Timetable
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
 from byzpg.runs import RunDirectory
 from byzpg.training import BLOCK, Progress, iterations_to_run, simulation_of
 
 # Every test uses this one federation, so that it is compiled once. Attackers, their messages and play are drawn anew
-# in every iteration, and Adam counts iterations: whatever a resumed run restores wrongly, it shows.
+# in every iteration, Adam counts iterations, and seeds toss coins of their own: whatever a resumed run restores
+# wrongly, it shows.
 TINY = Config(
     num_agents=5,
     num_byzantine=1,
@@ -51,19 +52,21 @@ def _whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "iterations_to_run", lambda pace: BLOCK)
 
 
-def plan_of(config: Config) -> Plan:
+def timetable_of(config: Config) -> Timetable:
     settings = config.resolved()
-    return settings.schedule().plan(simulation_of(settings).initial_parameters())
+    return settings.schedule().timetable(simulation_of(settings).initial_parameters())
 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    """With a seed whose T̂ lies in the second of three blocks, the last of which is not full."""
+    """With seeds whose T̂ come in the second of three blocks, the last of which is not full."""
 
-    def suits(plan: Plan) -> bool:
-        return BLOCK < plan.output_iteration < 2 * BLOCK < len(plan.large) < 3 * BLOCK
+    def suits(timetable: Timetable) -> bool:
+        come = timetable.iterations(BLOCK) < timetable.output_iterations
+        gone = timetable.output_iterations < timetable.iterations(2 * BLOCK)
+        return bool(np.all(come & gone)) and 2 * BLOCK < timetable.num_entries < 3 * BLOCK
 
-    return next(each for seed in range(100) if suits(plan_of(each := replace(TINY, seed=seed))))
+    return next(each for seed in range(1000) if suits(timetable_of(each := replace(TINY, seed=seed))))
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +86,12 @@ def run(config: Config, folder: Path) -> Run:
 def assert_same(one: Run, other: Run) -> None:
     """To the bit, NaNs included."""
     assert one.settings == other.settings
-    assert (one.output_iteration, one.complete) == (other.output_iteration, other.complete)
+    assert one.complete == other.complete
+    plans = [
+        {"trajectories": each.trajectories, "large": each.large, "T̂": each.output_iteration} for each in (one, other)
+    ]
     for ours, theirs in (
-        (
-            {"trajectories": one.trajectories, "large": one.large},
-            {"trajectories": other.trajectories, "large": other.large},
-        ),
+        plans,
         (one.metrics, other.metrics),
         (one.parameters, other.parameters),
     ):
@@ -145,11 +148,13 @@ def test_what_is_on_the_disk_is_what_was_returned(folder: Path, run: Run, config
 
 
 def test_metrics_are_the_documented_columns(folder: Path, run: Run) -> None:
-    num_iterations = len(run.trajectories)
     assert set(run.metrics) == {column.name for column in fields(Metrics)}
-    assert all(values.shape == (2, num_iterations) for values in run.metrics.values())
+    assert run.trajectories.shape == run.large.shape == (2, max(run.num_iterations))
+    assert all(values.shape == run.large.shape for values in run.metrics.values())
     assert run.returns is run.metrics["return_mean"]
-    assert np.all((run.returns >= 1) & (run.returns <= 20))
+    sampled = np.arange(run.returns.shape[1]) < run.num_iterations[:, None]
+    assert np.all((run.returns[sampled] >= 1) & (run.returns[sampled] <= 20))
+    assert np.all(np.isnan(run.returns[~sampled]))
     assert np.any(run.returns[0] != run.returns[1])
     with np.load(folder / "metrics.npz") as arrays:
         assert set(arrays) == set(run.metrics) | {"trajectories", "large"}
@@ -157,33 +162,41 @@ def test_metrics_are_the_documented_columns(folder: Path, run: Run) -> None:
 
 def test_batches_are_the_coins(config: Config, run: Run) -> None:
     simulation = simulation_of(config.resolved())
-    coin = CommonCoin.of(np.asarray(simulation.start()[0].agents.parameters)[0, 0])
-    sizes, large = [], []
-    while sum(sizes) < 60:
-        large.append(coin.is_large(len(sizes), 0.2))
-        sizes.append(6 if large[-1] else 2)
-    np.testing.assert_array_equal(run.large, large)
-    np.testing.assert_array_equal(run.trajectories, np.cumsum(sizes))
-    assert run.output_iteration == coin.output_iteration(len(sizes))
-    # The iteration that reaches the trajectories asked for is the last, also when it reaches them exactly.
-    for asked in (int(run.trajectories[9]), int(run.trajectories[9]) - 1):
-        np.testing.assert_array_equal(plan_of(replace(config, trajectories=asked)).large, large[:10])
-    steps_per_episode = run.metrics["environment_steps"] / (5 * np.asarray(sizes))
-    assert np.all((steps_per_episode > 1) & (steps_per_episode <= 20))
+    for seed, initial in enumerate(np.asarray(simulation.start()[0].agents.parameters)[:, 0]):
+        coin, sizes, large = CommonCoin.of(initial), [], []
+        while sum(sizes) < 60:
+            large.append(coin.is_large(len(sizes), 0.2))
+            sizes.append(6 if large[-1] else 2)
+        end = len(sizes)
+        assert run.num_iterations[seed] == end
+        np.testing.assert_array_equal(run.large[seed, :end], large)
+        assert not np.any(run.large[seed, end:])
+        np.testing.assert_array_equal(run.trajectories[seed, :end], np.cumsum(sizes))
+        np.testing.assert_array_equal(run.trajectories[seed, end:], sum(sizes))
+        assert run.output_iteration[seed] == coin.output_iteration(end)
+        # The iteration that reaches the trajectories asked for is the last, also when it reaches them exactly.
+        for asked in (int(run.trajectories[seed, 9]), int(run.trajectories[seed, 9]) - 1):
+            plans = timetable_of(replace(config, trajectories=asked)).plans
+            np.testing.assert_array_equal(plans[seed].large, large[:10])
+        steps_per_episode = run.metrics["environment_steps"][seed, :end] / (5 * np.asarray(sizes))
+        assert np.all((steps_per_episode > 1) & (steps_per_episode <= 20))
+    assert not np.array_equal(run.large[0], run.large[1])
 
 
 def test_uniform_is_the_iterate_at_the_start_of_its_iteration(config: Config, run: Run) -> None:
-    simulation = simulation_of(config.resolved())
-    states, iterates = simulation.start(), []
-    for large in run.large:
-        iterates.append(np.asarray(states[0].agents.parameters))
-        one = np.full(BLOCK, SKIP)
-        one[0] = LARGE if large else SMALL
-        states, _ = simulation.run(states, one, output_iteration=-1)
-    np.testing.assert_array_equal(run.parameters["uniform"], iterates[run.output_iteration])
+    simulation, timetable = simulation_of(config.resolved()), timetable_of(config)
+    states, iterates = simulation.start(), [[], []]
+    for large, takes_part in zip(timetable.large, timetable.takes_part.T, strict=True):
+        for seed in np.flatnonzero(takes_part):
+            iterates[seed].append(np.asarray(states[0].agents.parameters)[seed])
+        one, part = np.full(BLOCK, SKIP), np.zeros((2, BLOCK), bool)
+        one[0], part[:, 0] = LARGE if large else SMALL, takes_part
+        states, _ = simulation.run(states, one, output_iteration=-1, takes_part=part)
+    for seed in range(2):
+        np.testing.assert_array_equal(run.parameters["uniform"][seed], iterates[seed][run.output_iteration[seed]])
+        assert len({iterate.tobytes() for iterate in iterates[seed]}) == len(iterates[seed]) == run.num_iterations[seed]
     np.testing.assert_array_equal(run.parameters["last"], states[0].agents.parameters)
     assert run.parameters["last"].shape == (2, 5, 4 * 4 + 4 + 4 * 2 + 2)
-    assert len({iterate.tobytes() for iterate in iterates}) == len(iterates)
 
 
 def test_the_seed_is_all_there_is_to_chance(config: Config, run: Run) -> None:
@@ -205,13 +218,17 @@ def test_diverged_seeds_are_named(config: Config, run: Run) -> None:
 def test_progress_is_told_after_every_block(config: Config, run: Run) -> None:
     seen: list[Progress] = []
     byzpg.train(config, on_progress=seen.append)
-    num_iterations = len(run.large)
-    ends = [BLOCK, 2 * BLOCK, num_iterations]
+    timetable = timetable_of(config)
+    ends = [BLOCK, 2 * BLOCK, timetable.num_entries]
     assert [each.iteration for each in seen] == ends
-    assert [each.trajectories for each in seen] == [run.trajectories[end - 1] for end in ends]
-    assert all(each.num_iterations == num_iterations for each in seen)
-    assert all(each.total_trajectories == run.trajectories[-1] for each in seen)
-    assert seen[-1].mean_return == pytest.approx(np.mean(run.returns[:, 2 * BLOCK :]))
+    done = [timetable.iterations(end) for end in ends]
+    assert [each.trajectories for each in seen] == [int(run.trajectories[[0, 1], end - 1].mean()) for end in done]
+    assert all(each.num_iterations == timetable.num_entries for each in seen)
+    assert all(each.total_trajectories == int(run.trajectories[:, -1].mean()) for each in seen)
+    last = np.concatenate([run.returns[seed, done[1][seed] : done[2][seed]] for seed in range(2)])
+    assert seen[-1].mean_return == pytest.approx(np.mean(last))
+    assert [each.done for each in seen] == sorted({each.done for each in seen})
+    assert seen[-1].done == 1
     assert 0 < seen[0].seconds <= seen[1].seconds <= seen[2].seconds
 
 
@@ -292,14 +309,45 @@ def test_bad_requests(call: Callable[[Run], Any], message: str, run: Run) -> Non
 def test_a_resumed_run_is_the_run_to_the_bit(num_blocks: int, config: Config, run: Run, tmp_path: Path) -> None:
     """Stopped after the first block, in the middle, after the last one."""
     path = interrupted(config, tmp_path / "run", num_blocks)
-    done = min(num_blocks * BLOCK, len(run.large))
+    timetable = timetable_of(config)
+    done = timetable.iterations(num_blocks * BLOCK)
     partial = byzpg.load(path)
     assert not (path / "parameters.npz").exists()
-    np.testing.assert_array_equal(partial.returns, run.returns[:, :done])
+    np.testing.assert_array_equal(partial.num_iterations, done)
+    for seed, end in enumerate(done):
+        np.testing.assert_array_equal(partial.returns[seed, :end], run.returns[seed, :end])
+        np.testing.assert_array_equal(partial.large[seed, :end], run.large[seed, :end])
     seen: list[Progress] = []
     assert_same(byzpg.resume(path, seen.append), run)
-    assert [each.iteration for each in seen] == [2 * BLOCK, len(run.large)][num_blocks - 1 :]
+    assert [each.iteration for each in seen] == [2 * BLOCK, timetable.num_entries][num_blocks - 1 :]
     assert_same(byzpg.load(path), run)
+
+
+def test_runs_of_older_versions_are_read_and_continued(config: Config, tmp_path: Path) -> None:
+    """Their seeds shared one coin: plans and iterations had no axis for seeds, and there was no option."""
+    shared, path = replace(config, coins="shared"), interrupted(replace(config, coins="shared"), tmp_path / "run")
+
+    def as_older(name: str, *shared_by_seeds: str) -> None:
+        with np.load(path / name) as arrays:
+            older = {key: values[0] if key in shared_by_seeds else values for key, values in arrays.items()}
+        older |= {"config": RunDirectory(path)._config_digest()} if "config" in older else {}
+        np.savez(path / name, **older)
+
+    def drop_the_option() -> None:
+        values = json.loads((path / "config.json").read_text())
+        del values["coins"]
+        (path / "config.json").write_text(json.dumps(values))
+
+    drop_the_option()
+    with np.load(path / "checkpoint.npz") as arrays:
+        (iterations,) = (key for key in arrays if key.startswith("state_") and arrays[key].shape == (2,))
+    as_older("checkpoint.npz", iterations)
+    expected = byzpg.train(shared)
+    assert_same(byzpg.resume(path), expected)
+    as_older("metrics.npz", "trajectories", "large")
+    as_older("parameters.npz", "output_iteration")
+    assert_same(byzpg.load(path), expected)
+    np.testing.assert_array_equal(expected.large[0], expected.large[1])
 
 
 def test_a_run_stopped_again_and_again_is_the_run(config: Config, run: Run, tmp_path: Path) -> None:
@@ -330,7 +378,7 @@ def test_a_run_that_died_is_the_run_once_resumed(
         with pytest.raises(SystemError):
             byzpg.train(config, path)
     if keep_every_block:
-        assert byzpg.load(path).returns.shape == (2, 2 * BLOCK)
+        np.testing.assert_array_equal(byzpg.load(path).num_iterations, timetable_of(config).iterations(2 * BLOCK))
     else:
         with pytest.raises(ValueError, match="has not reached its first checkpoint: continue it with `byzpg resume"):
             byzpg.load(path)
@@ -348,7 +396,7 @@ def test_checkpoints_do_not_change_a_run(
         RunDirectory, "write_checkpoint", lambda self, kept: (written.append(kept.iteration), write(self, kept))
     )
     assert_same(byzpg.train(config, tmp_path / "run"), run)
-    assert written == [BLOCK, 2 * BLOCK, len(run.large)]
+    assert written == [BLOCK, 2 * BLOCK, timetable_of(config).num_entries]
 
 
 def test_a_complete_run_is_just_loaded(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,13 +412,15 @@ def test_an_incomplete_run_can_be_looked_at(config: Config, run: Run, tmp_path: 
     before = contents(path)
     partial = byzpg.load(path)
     assert not partial.complete
-    assert len(partial.trajectories) == len(partial.large) == 2 * BLOCK
+    assert partial.trajectories.shape == partial.large.shape == (2, max(partial.num_iterations))
     np.testing.assert_array_equal(partial.parameters["uniform"], run.parameters["uniform"])
     assert not np.array_equal(partial.parameters["last"], run.parameters["last"])
     assert partial.policy().act(np.zeros(4)).shape == ()
     assert partial.policy(output="uniform").act(np.zeros(4)).shape == ()
     early = byzpg.load(interrupted(config, tmp_path / "early"))
-    with pytest.raises(ValueError, match=f"T̂ = {run.output_iteration} has not come yet: finish the run"):
+    with pytest.raises(
+        ValueError, match=f"T̂ = {run.output_iteration[0]} of this seed has not come yet: finish the run"
+    ):
         early.policy(output="uniform")
     assert contents(path) == before
 

@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil, inf, log2
 from pathlib import Path
 from types import UnionType
@@ -48,6 +48,7 @@ OTHER_TASKS: dict[str, Any] = {
 PAPER: dict[str, Any] = {
     "output_tanh": True,
     "conventions": "Paper",
+    "coins": "per-seed",
     "optimizer": "adam",
     "step_size": 5e-3,
     "switch_probability": 0.2,
@@ -79,6 +80,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "activation": "tanh",
         "output_tanh": False,
         "conventions": "AuthorsScript",
+        "coins": "shared",
         "step_size": 5e-4,
         "importance": ImportanceWeights(floor=1e-9),
         "aggregator": RFA.reference(),
@@ -144,7 +146,7 @@ class Config:
     """Which agents attack when: FixedSet (the last ones), FixedSet(members=(0, 3)), RotatingSet(period=1)."""
 
     num_seeds: int = 4
-    """Number of independent repetitions, run side by side. They share one sequence of large and small batches."""
+    """Number of independent repetitions, run side by side."""
     seed: int = 0
     """First seed; the others are the numbers after it."""
     trajectories: int = 1200
@@ -163,6 +165,9 @@ class Config:
     """Number of trajectories B in a small batch, at most N."""
     switch_probability: float | Literal["theory"] | None = None
     """Probability p of a large batch, in (0, 1]; theory: 1/N."""
+    coins: Literal["per-seed", "shared"] | None = None
+    """Whether every seed tosses a coin of its own for its batches, or all toss the first seed's, which is faster but
+    makes the spread over seeds too small."""
     estimator: Estimator | str | None = None
     """Gradient estimator: GPOMDP or REINFORCE, each with baseline='none' or 'leave-one-out'."""
     importance: ImportanceWeights | str | None = None
@@ -246,6 +251,10 @@ class Config:
                 fix = "use DecByzPG" if option != "aggregator" else "use ByzPG or DecByzPG"
                 raise ValueError(f"{option} = {given} has no effect with {algorithm_name}: leave it out, or {fix}.")
         return values
+
+    def recorded(self) -> "Config":
+        """The configuration of a run that is on record: before there was the option `coins`, seeds shared one coin."""
+        return self if self.coins is not None else replace(self, coins="shared")
 
     @classmethod
     def load(cls, path: Path) -> "Config":
@@ -367,6 +376,7 @@ class Settings:
     large_batch: int
     small_batch: int
     switch_probability: float
+    coins: Literal["per-seed", "shared"]
     estimator: Estimator
     importance: ImportanceWeights
     gate: float | Literal["health"]
@@ -406,6 +416,7 @@ class Settings:
             large_batch=self.large_batch,
             small_batch=self.small_batch,
             conventions=self.conventions,
+            shared_coin=self.coins == "shared",
         )
 
     def federation(self) -> Federation:

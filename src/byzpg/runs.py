@@ -3,16 +3,16 @@
 A directory holds
   config.json       every option, resolved; `Config.load` reads it
   provenance.json   the command, versions and machine
-  checkpoint.npz    what continues the run bit for bit: state, iteration, metrics so far, a hash of config.json
-  metrics.npz       once complete: trajectories [iteration], large [iteration], and every metric [seed, iteration]
-  parameters.npz    once complete: last, uniform [seed, agent, d] (at a server: one agent), and output_iteration
+  checkpoint.npz    what continues the run bit for bit: state, entries done, metrics so far, a hash of config.json
+  metrics.npz       once complete: trajectories, large and every metric, all [seed, iteration]
+  parameters.npz    once complete: last, uniform [seed, agent, d] (at a server: one agent), and output_iteration [seed]
 Every file is written whole or not at all, and none holds a pickle.
 """
 
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -60,45 +60,62 @@ def _act(policy: Policy, parameters: jax.Array, observation: jax.Array, key: jax
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run and its results, so far or complete."""
+    """A run and its results, so far or complete.
+
+    Every seed tosses its own coin, so seeds may have different numbers of iterations. After the last one of a seed,
+    `trajectories` stays the same, `large` is False and metrics are NaN.
+    """
 
     settings: Settings
-    trajectories: np.ndarray  # [iteration], per agent, up to and including the iteration
-    large: np.ndarray  # [iteration], whether it sampled a large batch
+    trajectories: np.ndarray  # [seed, iteration], per agent, up to and including the iteration
+    large: np.ndarray  # [seed, iteration], whether it sampled a large batch
     metrics: Mapping[str, np.ndarray]  # name: [seed, iteration], documented in federation.metrics
     parameters: Mapping[str, np.ndarray]  # last, uniform: [seed, agent, d]
-    output_iteration: int  # T̂
+    output_iteration: np.ndarray  # T̂ [seed]
     complete: bool
 
     @classmethod
     def of(
         cls,
         settings: Settings,
-        plan: Plan,
+        plans: Sequence[Plan],
         *,
         metrics: Mapping[str, np.ndarray],
         last: np.ndarray,
         uniform: np.ndarray,
+        done: np.ndarray | None = None,
     ) -> "Run":
         """Build a run, complete or as far as its metrics go.
 
         Args:
             settings: What was trained.
-            plan: The batches of all its iterations.
+            plans: For each seed, the batches of all its iterations.
             metrics: By name, values [seed, iteration].
             last: The latest parameters [seed, agent, d].
             uniform: The parameters at iteration T̂, in the same shape.
+            done: The number of iterations [seed] that are done. Default: as many as there are metrics.
         """
-        done = metrics["return_mean"].shape[1]
+        width = metrics["return_mean"].shape[1]
+        ends = np.full(len(plans), width) if done is None else done
+        trajectories, large = np.zeros((len(plans), width), int), np.zeros((len(plans), width), bool)
+        for seed, (plan, end) in enumerate(zip(plans, ends, strict=True)):
+            trajectories[seed, :end] = plan.trajectories[:end]
+            trajectories[seed, end:] = plan.trajectories[end - 1]
+            large[seed, :end] = plan.large[:end]
         return cls(
             settings=settings,
-            trajectories=plan.trajectories[:done],
-            large=plan.large[:done],
+            trajectories=trajectories,
+            large=large,
             metrics=metrics,
             parameters={"last": last, "uniform": uniform},
-            output_iteration=plan.output_iteration,
-            complete=done == plan.num_iterations,
+            output_iteration=np.asarray([plan.output_iteration for plan in plans]),
+            complete=all(end == plan.num_iterations for plan, end in zip(plans, ends, strict=True)),
         )
+
+    @property
+    def num_iterations(self) -> np.ndarray:
+        """The number of iterations [seed] that are done."""
+        return np.sum(np.diff(self.trajectories, prepend=0, axis=1) > 0, axis=1)
 
     @property
     def returns(self) -> np.ndarray:
@@ -122,14 +139,15 @@ class Run:
         output = self.settings.output if output is None else output
         if output not in self.parameters:
             raise ValueError(f"output must be last or uniform, got {output!r}.")
-        if output == "uniform" and len(self.trajectories) <= self.output_iteration:
-            raise ValueError(
-                f"iteration T̂ = {self.output_iteration} has not come yet: finish the run, or use output = 'last'."
-            )
         held = self.parameters[output]
         for name, index, size in (("seed", seed, len(held)), ("agent", agent, held.shape[1])):
             if not 0 <= index < size:
                 raise ValueError(f"{name} must be 0 to {size - 1}, got {index}.")
+        if output == "uniform" and self.num_iterations[seed] <= self.output_iteration[seed]:
+            raise ValueError(
+                f"iteration T̂ = {self.output_iteration[seed]} of this seed has not come yet: finish the run, or use "
+                "output = 'last'."
+            )
         return TrainedPolicy(self.settings.bound_policy(), held[seed, agent])
 
 
@@ -137,9 +155,9 @@ class Run:
 class Checkpoint:
     """What continues a run."""
 
-    iteration: int
+    iteration: int  # entries of the timetable that are done; where seeds share one coin, iterations
     state: list[np.ndarray]  # leaves of the simulation's state
-    metrics: dict[str, np.ndarray]  # name: [seed, iteration]
+    metrics: dict[str, np.ndarray]  # name: [seed, entry]
 
     def as_arrays(self) -> dict[str, Any]:
         """All of it by name; `of` reads it back."""
@@ -182,7 +200,7 @@ class RunDirectory:
         return cls(path)
 
     def settings(self) -> Settings:
-        return Config.load(self.path / "config.json").resolved()
+        return Config.load(self.path / "config.json").recorded().resolved()
 
     @property
     def complete(self) -> bool:
@@ -263,16 +281,18 @@ def _complete(
 ) -> Run:
     try:
         trajectories, large = metrics.pop("trajectories"), metrics.pop("large")
-        output_iteration = int(parameters.pop("output_iteration"))
+        output_iteration = parameters.pop("output_iteration")
+        num_seeds = len(parameters["last"])
     except KeyError as error:
         raise ValueError(f"{source}: the results lack {error}.") from None
+    # In older files, all seeds share one plan, and these have no axis for seeds.
     return Run(
         settings=settings,
-        trajectories=trajectories,
-        large=large,
+        trajectories=np.broadcast_to(trajectories, (num_seeds, trajectories.shape[-1])),
+        large=np.broadcast_to(large, (num_seeds, large.shape[-1])),
         metrics=metrics,
         parameters=parameters,
-        output_iteration=output_iteration,
+        output_iteration=np.broadcast_to(output_iteration, num_seeds),
         complete=True,
     )
 

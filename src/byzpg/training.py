@@ -21,7 +21,7 @@ from jax.errors import JaxRuntimeError
 from byzpg.config import Config, Settings
 from byzpg.federation import devices
 from byzpg.federation.metrics import METRICS
-from byzpg.federation.schedule import Plan
+from byzpg.federation.schedule import Timetable
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState, States
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
@@ -43,9 +43,9 @@ LARGEST_BATCH = {"cpu": 12_000_000, "gpu": 120_000_000}
 class Progress:
     """How far a run is, or several runs that share a program."""
 
-    iteration: int
+    iteration: int  # entries of the timetable, where seeds toss coins of their own
     num_iterations: int
-    trajectories: int  # per agent, so far
+    trajectories: int  # per agent, so far, mean over seeds
     total_trajectories: int
     mean_return: float  # of the last block, over seeds and honest agents; of several runs, the first one's
     seconds: float  # since training (or resuming) began
@@ -72,7 +72,7 @@ def train(config: Config, directory: str | Path | None = None, on_progress: OnPr
 
     >>> from byzpg import Config, train
     >>> run = train(Config(num_agents=5, num_seeds=1, trajectories=30, horizon=20))
-    >>> run.returns.shape == (1, len(run.trajectories))  # [seed, iteration], mean over honest agents
+    >>> run.returns.shape == run.trajectories.shape  # [seed, iteration]; returns are means over honest agents
     True
     """
     settings = config.resolved()
@@ -169,8 +169,8 @@ def load(directory: str | Path) -> Run:
         )
     settings = kept.settings()
     simulation = simulation_of(settings)
-    plan = settings.schedule().plan(simulation.initial_parameters())
-    return _results(settings, plan, _restored(simulation, [checkpoint])[0], checkpoint.metrics)
+    timetable = settings.schedule().timetable(simulation.initial_parameters())
+    return _results(settings, timetable, _restored(simulation, timetable, [checkpoint])[0], checkpoint.metrics)
 
 
 def simulation_of(*settings: Settings) -> Simulation:
@@ -178,18 +178,23 @@ def simulation_of(*settings: Settings) -> Simulation:
     return Simulation(tuple(each.federation() for each in settings), settings[0].seeds)
 
 
-def _restored(simulation: Simulation, checkpoints: Sequence[Checkpoint]) -> States:
+def _restored(simulation: Simulation, timetable: Timetable, checkpoints: Sequence[Checkpoint]) -> States:
     states = []
+    num_seeds = len(simulation.seeds)
     for shapes, checkpoint in zip(simulation.shapes(), checkpoints, strict=True):
         leaves, structure = jax.tree.flatten(shapes)
-        columns = {name: (len(simulation.seeds), checkpoint.iteration) for name in METRICS}
-        fits = [(leaf.shape, leaf.dtype) for leaf in leaves] == [(leaf.shape, leaf.dtype) for leaf in checkpoint.state]
-        if not fits or columns != {name: values.shape for name, values in checkpoint.metrics.items()}:
+        columns = dict.fromkeys(METRICS, (num_seeds, checkpoint.iteration))
+        # In older checkpoints, the iteration is one number for all seeds.
+        kept = [leaf if leaf.ndim else np.full(num_seeds, leaf) for leaf in checkpoint.state]
+        fits = [(leaf.shape, leaf.dtype) for leaf in leaves] == [(leaf.shape, leaf.dtype) for leaf in kept]
+        fits = fits and columns == {name: values.shape for name, values in checkpoint.metrics.items()}
+        state = jax.tree.unflatten(structure, kept) if fits else None
+        if state is None or not np.array_equal(state.iteration, timetable.iterations(checkpoint.iteration)):
             raise ValueError(
                 "the checkpoint does not fit this version of byzpg: its arrays have other names or shapes. "
                 "Continue with the version that provenance.json names, or train again in another directory."
             )
-        states.append(jax.tree.unflatten(structure, checkpoint.state))
+        states.append(state)
     return tuple(states)
 
 
@@ -209,7 +214,7 @@ class _Pending:
     def program(self) -> Any:
         """Runs with the same value share a program: agents that play alike, the same seeds and coin, equally far."""
         settings = self.settings
-        length = (settings.switch_probability, settings.trajectories)
+        length = (settings.switch_probability, settings.coins, settings.trajectories)
         alone = self.kept if simulation_of(settings).on_host else None
         return settings.federation().agent.shared, settings.seeds, length, self.begin, alone
 
@@ -251,12 +256,12 @@ class _Program:
         self.simulation = simulation_of(*(each.settings for each in pending))
         if devices.leads() and self.simulation.on_host:
             raise ValueError(f"{settings.env} is a host task, which one process plays: leave out coordinator.")
-        self.plan = settings.schedule().plan(self.simulation.initial_parameters())
+        self.timetable = settings.schedule().timetable(self.simulation.initial_parameters())
         self.done = pending[0].begin
         self.blocks: list[list[dict[str, np.ndarray]]] = [[] for _ in pending]  # metrics of each run, block by block
         checkpoints = [each.checkpoint for each in pending if each.checkpoint is not None]
         if checkpoints:
-            self.states = self.simulation.placed(_restored(self.simulation, checkpoints))
+            self.states = self.simulation.placed(_restored(self.simulation, self.timetable, checkpoints))
             self.blocks = [[checkpoint.metrics] for checkpoint in checkpoints]
         else:
             self.states = self.simulation.start()
@@ -269,7 +274,7 @@ class _Program:
         if devices.leads():
             _lead(self.pending)
         with devices.common_program():
-            while self.done < self.plan.num_iterations and decision != STOP:
+            while self.done < self.timetable.num_entries and decision != STOP:
                 self._run_block()
                 try:
                     if on_progress is not None:
@@ -287,12 +292,21 @@ class _Program:
     def _run_block(self) -> None:
         began = time.monotonic()
         length = devices.broadcast_number(iterations_to_run(self.pace))
-        large = self.plan.large[self.done : self.done + length]
+        timetable, entries = self.timetable, slice(self.done, self.done + length)
+        large = timetable.large[entries]
         # One length is one program. On the host there is none for a whole block, and one iteration may take minutes.
         batches = np.full(length if self.simulation.on_host else BLOCK, SKIP)
         batches[: len(large)] = np.where(large, LARGE, SMALL)
+        takes_part = None
+        if not timetable.in_step:
+            takes_part = np.zeros((len(timetable.plans), len(batches)), bool)
+            takes_part[:, : len(large)] = timetable.takes_part[:, entries]
         self.states, latest = self.simulation.run(
-            self.states, batches, self.plan.output_iteration, only_large=bool(np.all(self.plan.large))
+            self.states,
+            batches,
+            timetable.output_iterations,
+            takes_part=takes_part,
+            only_large=bool(np.all(timetable.large)),
         )
         for blocks, block in zip(self.blocks, latest, strict=True):
             blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})
@@ -300,21 +314,26 @@ class _Program:
         self.pace = (time.monotonic() - began) / len(large)
 
     def _progress(self) -> Progress:
-        reached, total = int(self.plan.trajectories[self.done - 1]), int(self.plan.trajectories[-1])
+        plans = self.timetable.plans
+        done = self.timetable.iterations(self.done)
+        reached = np.mean([plan.trajectories[end - 1] for plan, end in zip(plans, done, strict=True)])
+        total = np.mean([plan.trajectories[-1] for plan in plans])
+        latest = self.blocks[0][-1]["return_mean"]
+        took_part = self.timetable.takes_part[:, self.done - latest.shape[1] : self.done]
         return Progress(
             iteration=self.done,
-            num_iterations=self.plan.num_iterations,
-            trajectories=reached,
-            total_trajectories=total,
-            mean_return=float(np.mean(self.blocks[0][-1]["return_mean"])),
+            num_iterations=self.timetable.num_entries,
+            trajectories=int(reached),
+            total_trajectories=int(total),
+            mean_return=float(np.mean(latest[took_part])),
             seconds=time.monotonic() - self.started,
-            done=reached / total,
+            done=float(reached / total),
         )
 
     def _decide(self, stopped: BaseException | None) -> int:
         if stopped is not None:
             return STOP
-        ended = self.done == self.plan.num_iterations
+        ended = self.done == self.timetable.num_entries
         return SAVE if ended or time.monotonic() > self.next_save else GO_ON
 
     def _save(self) -> None:
@@ -327,7 +346,7 @@ class _Program:
 
     def _finish(self, states: States) -> list[Run]:
         runs = [
-            _results(each.settings, self.plan, state, _joined(blocks))
+            _results(each.settings, self.timetable, state, _joined(blocks))
             for each, state, blocks in zip(self.pending, states, self.blocks, strict=True)
         ]
         for each, run in zip(self.pending, runs, strict=True):
@@ -340,6 +359,15 @@ def _joined(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([block[name] for block in blocks], axis=1) for name in blocks[0]}
 
 
-def _results(settings: Settings, plan: Plan, state: SimulationState, metrics: dict[str, np.ndarray]) -> Run:
-    last, uniform = np.asarray(state.agents.parameters), np.asarray(state.output)
-    return Run.of(settings, plan, metrics=metrics, last=last, uniform=uniform)
+def _results(
+    settings: Settings, timetable: Timetable, state: SimulationState, metrics: Mapping[str, np.ndarray]
+) -> Run:
+    """The run, from its metrics [seed, entry]."""
+    return Run.of(
+        settings,
+        timetable.plans,
+        metrics={name: timetable.by_iteration(values) for name, values in metrics.items()},
+        last=np.asarray(state.agents.parameters),
+        uniform=np.asarray(state.output),
+        done=np.asarray(state.iteration),
+    )

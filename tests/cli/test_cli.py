@@ -133,7 +133,7 @@ def test_train_trains_compares_and_concludes(trained: tuple[Path, subprocess.Com
     ):
         assert line in done.stdout
     ours, naive = load(run), load(run / "plain-averaging")
-    total = ours.trajectories[-1]
+    total = ours.trajectories[0, -1]
     assert re.search(
         rf"^{total} of {total} trajectories per agent, return \d+ \(100% done after \d+ s\)$", done.stdout, re.MULTILINE
     )
@@ -203,7 +203,7 @@ def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: P
     assert "Stopping after this block of iterations. Press Ctrl-C again to stop at once." in out
     assert errors == "Stopped. Continue with: byzpg resume again\n"
     stopped = load(tmp_path / "again")
-    assert (stopped.complete, len(stopped.trajectories)) == (False, 1)  # it was still compiling: then comes one alone
+    assert (stopped.complete, stopped.returns.shape[1]) == (False, 1)  # it was still compiling: then comes one alone
     assert not (tmp_path / "again" / "curves.png").exists()
 
     assert forked("resume", "again", folder=tmp_path, JAX_LOG_COMPILES="1").wait() == 0, said(tmp_path)
@@ -246,9 +246,9 @@ def test_plot_compares_runs(run: Path, tmp_path: Path, here: Here) -> None:
 
 
 def a_run(config: Config) -> Run:
-    trajectories = np.arange(1, 11) * 10
+    trajectories = np.tile(np.arange(1, 11) * 10, (3, 1))
     metrics = {"return_mean": np.linspace(20, 480, 10) + np.zeros((3, 1)), "byzantine_weight": np.full((3, 10), np.nan)}
-    return Run(config.resolved(), trajectories, trajectories > 0, metrics, {}, 0, True)
+    return Run(config.resolved(), trajectories, trajectories > 0, metrics, {}, np.zeros(3, int), True)
 
 
 def test_curves_are_named_after_what_tells_them_apart() -> None:
@@ -274,7 +274,8 @@ def columns_of(runs: dict[Path, Run], *, with_paths: bool = False) -> dict[str, 
 def test_the_summary_says_when_a_task_is_solved() -> None:
     def run_with(*solved: bool) -> Run:
         # The mean over 100 trajectories is that of one iteration.
-        made = replace(a_run(Config()), trajectories=np.arange(1, 11) * 200)
+        made = a_run(Config())
+        made = replace(made, trajectories=20 * made.trajectories)
         made.returns[~np.array(solved)] = 10.0
         return made
 

@@ -354,10 +354,10 @@ def test_a_federation_learns_from_a_server_on_gymnasium(learnt: tuple[Config, Ru
     _, run, _ = learnt
     assert run.returns[0, 0] < 30
     assert run.returns[0, -5:].mean() > 40
-    steps = run.metrics["environment_steps"][0]
+    steps = run.metrics["environment_steps"]
     assert np.all(steps[run.large] > 4 * 12)
     assert np.all(steps[~run.large] <= 6 * 60), "the server plays small batches alone"
-    assert np.all(np.isnan(run.metrics["aggregation_error"][0, ~run.large]))
+    assert np.all(np.isnan(run.metrics["aggregation_error"][~run.large]))
 
 
 def test_resumed_to_the_bit_on_gymnasium(learnt: tuple[Config, Run, Path], tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_peers_without_a_server_agree_on_a_continuous_task_of_envpool() -> None:
     assert np.all(before > 0)
     assert np.all(after < before)
     assert np.all(np.isfinite(run.parameters["last"]))
-    assert np.all(run.metrics["environment_steps"][0, run.large] == 5 * 8 * 40)
+    assert np.all(run.metrics["environment_steps"][run.large] == 5 * 8 * 40)
 
 
 def test_skipped_entries_and_the_output() -> None:
@@ -419,9 +419,18 @@ def test_skipped_entries_and_the_output() -> None:
     (first,), _ = simulation.run(simulation.start(), [LARGE], 1)
     assert np.all(np.isnan(np.asarray(metrics.return_mean)[:, 1]))
     np.testing.assert_array_equal(metrics.environment_steps[:, [0, 2]], [[12 * 40, 6 * 40]] * 2)
-    assert int(state.iteration) == 2
+    np.testing.assert_array_equal(state.iteration, [2, 2])
     np.testing.assert_array_equal(state.output, first.agents.parameters)  # θ_T̂ with T̂ = 1
     assert np.any(np.asarray(state.output) != np.asarray(state.agents.parameters))
+    # A seed that waits stays as it is, and the other one does what it would do anyway.
+    takes_part = np.array([[True, False, True], [True, False, False]])
+    (apart,), (seen,) = simulation.run(simulation.start(), [LARGE, SKIP, SMALL], 1, takes_part=takes_part)
+    for ours, moved, waited in zip(*map(jax.tree.leaves, (apart, state, first)), strict=True):
+        np.testing.assert_array_equal(ours[0], moved[0])
+        if ours is not apart.output:  # whose iteration T̂ has come, and is seen at the next entry
+            np.testing.assert_array_equal(ours[1], waited[1])
+    np.testing.assert_array_equal(apart.iteration, [2, 1])
+    np.testing.assert_array_equal(np.isnan(seen.return_mean), [[False, True, False], [False, True, True]])
 
 
 def test_play_renders_tasks_that_can_be_rendered(learnt: tuple[Config, Run, Path]) -> None:

@@ -47,8 +47,9 @@ def test_the_script_preset_starts_from_them_whatever_the_seed() -> None:
     (state,) = simulation.start()
     expected = np.broadcast_to(first_parameters((4, 16, 16, 2)), (2, 2, 386))
     np.testing.assert_array_equal(state.agents.parameters, expected)
-    large = settings.schedule().plan(simulation.initial_parameters()).large
-    assert list(large) == list(islice(tosses(0.2), len(large)))
+    timetable = settings.schedule().timetable(simulation.initial_parameters())
+    assert timetable.in_step
+    assert list(timetable.large) == list(islice(tosses(0.2), timetable.num_entries))
     keys = jax.random.split(jax.random.key(0), 2)
     seeded = jax.vmap(Config(num_agents=2).resolved().federation().agent.policy.initial)(keys)
     assert np.all(seeded[0] != seeded[1])

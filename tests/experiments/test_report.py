@@ -173,11 +173,11 @@ def test_results_of_older_versions_can_be_read(tmp_path: Path) -> None:
 
 def a_run(sizes: list[int], **metrics: Any) -> Run:
     settings = Config(num_seeds=2).resolved()
-    trajectories = np.cumsum(sizes)
+    trajectories = np.tile(np.cumsum(sizes), (2, 1))
     unknown = np.full((2, len(sizes)), np.nan)
     known = {name: np.asarray(values, float) for name, values in metrics.items()}
     every = dict.fromkeys(("return_mean", "byzantine_weight", "diameter_before", "diameter_after"), unknown) | known
-    return Run(settings, trajectories, np.array(sizes) > 4, every, {}, 0, True)
+    return Run(settings, trajectories, np.tile(np.array(sizes) > 4, (2, 1)), every, {}, np.zeros(2, int), True)
 
 
 def test_a_result_has_cells_that_weigh_iterations_by_their_trajectories() -> None:

@@ -12,6 +12,7 @@ from matplotlib.colors import to_hex
 from byzpg.experiments.figures import COLOURS, Curve, learning_curves
 from byzpg.experiments.statistics import (
     bootstrap_interval,
+    even_grid,
     improvement_interval,
     interquartile_mean,
     lower_median,
@@ -238,8 +239,31 @@ def test_cells_are_means_weighted_by_trajectories() -> None:
     returns = np.array([[1.0, 7.0, 2.0, 5.0, 4.0, 9.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])
     smooth = smooth_on_grid(trajectories, returns, np.array([5, 20, 30, 40, 50, 60]))
     first = (10 * 1 + 2 * 7 + 8 * 2) / 20
-    np.testing.assert_allclose(smooth[0], [np.nan, first, 5.0, 4.5, 4.0, np.nan])
-    np.testing.assert_allclose(smooth[1], [np.nan, 0, 0, 0, 0, np.nan])
+    np.testing.assert_allclose(smooth[0], [np.nan, first, 5.0, 4.5, 4.0, 6.5])
+    np.testing.assert_allclose(smooth[1], [np.nan, 0, 0, 0, 0, 0.5])
+    beyond = smooth_on_grid(trajectories, returns, np.array([50, 70, 71]))
+    np.testing.assert_array_equal(np.isnan(beyond), [[False, False, True]] * 2)
+
+
+def test_seeds_with_iterations_of_their_own_are_what_each_is_alone() -> None:
+    """After the last iteration of a seed, trajectories stay the same and returns are NaN."""
+    rng = np.random.default_rng(0)
+    lengths = [30, 21, 25]
+    totals = [np.cumsum(rng.choice([4, 50], length)) for length in lengths]
+    scores = [rng.normal(size=length) for length in lengths]
+    trajectories = np.stack([np.append(each, [each[-1]] * (30 - len(each))) for each in totals])
+    returns = np.stack([np.append(each, [np.nan] * (30 - len(each))) for each in scores])
+    grid = even_grid(trajectories, 12)
+    assert grid[-1] == min(each[-1] for each in totals)
+    assert len(even_grid(trajectories, 1000)) <= 21
+    smooth = smooth_on_grid(trajectories, returns, grid)
+    assert np.all(np.isfinite(smooth))
+    reached = trajectories_to_reach(trajectories, returns, 0.2, window=100)
+    for index, (total, score) in enumerate(zip(totals, scores, strict=True)):
+        np.testing.assert_array_equal(smooth[index], smooth_on_grid(total, score[None], grid)[0])
+        assert reached[index] == trajectories_to_reach(total, score[None], 0.2, window=100)[0]
+    with pytest.raises(ValueError, match="running totals"):
+        smooth_on_grid(np.array([[1, 1, 2]]), np.zeros((1, 3)), np.arange(3))
 
 
 def test_a_grid_of_the_iterations_themselves_changes_nothing() -> None:

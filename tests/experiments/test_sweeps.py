@@ -289,11 +289,12 @@ def test_whoever_watches_may_stop_it(cells: Sequence[Cell]) -> None:
 
 
 def a_run(cell: Cell, returns: np.ndarray, weight: float = np.nan) -> Run:
-    trajectories = np.arange(1, returns.shape[1] + 1) * 10
+    trajectories = np.tile(np.arange(1, returns.shape[1] + 1) * 10, (len(returns), 1))
     metrics = {"return_mean": returns, "byzantine_weight": np.full(returns.shape, weight)}
     metrics |= {name: np.full(returns.shape, np.nan) for name in ("diameter_before", "diameter_after")}
     last = np.where(np.isfinite(returns[:, -1]), 0.0, np.nan)[:, None, None]
-    return Run(cell.settings, trajectories, trajectories > 0, metrics, {"last": last, "uniform": last}, 0, True)
+    parameters, outputs = {"last": last, "uniform": last}, np.zeros(len(last), int)
+    return Run(cell.settings, trajectories, trajectories > 0, metrics, parameters, outputs, True)
 
 
 def kept(cell: Cell, folder: Path, returns: np.ndarray, weight: float = np.nan) -> Path:
@@ -333,7 +334,7 @@ def test_results_in_bytes(cells: Sequence[Cell]) -> None:
     sent = a_run(cells[0], np.arange(4.0).reshape(1, 4))
     arrived = unpacked(sent.settings, packed(sent), "a cell")
     assert arrived.settings == sent.settings
-    assert (arrived.output_iteration, arrived.complete) == (0, True)
+    assert (list(arrived.output_iteration), arrived.complete) == ([0], True)
     for ours, theirs in ((sent.metrics, arrived.metrics), (sent.parameters, arrived.parameters)):
         assert {name: values.tobytes() for name, values in ours.items()} == {
             name: values.tobytes() for name, values in theirs.items()
@@ -589,7 +590,7 @@ def test_workers_end_with_whoever_started_them(
         assert errors == f"{IMPORTING}Stopped. Continue with: byzpg sweep one.toml\n"
     (path,) = (tmp_path / "sweeps" / "one" / "runs").iterdir()
     assert (path / "checkpoint.npz").is_file()
-    assert len(load(path).trajectories) == 1
+    assert load(path).trajectories.shape[1] == 1
     if how == signal.SIGINT:
         monkeypatch.chdir(tmp_path)
         assert byzpg("sweep", "one.toml", monkeypatch=monkeypatch) == 0

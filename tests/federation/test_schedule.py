@@ -1,4 +1,4 @@
-"""The common coin: the same for everyone, in every version, and fair."""
+"""The common coin: the same for everyone, in every version, and fair; and when seeds with their own coins go on."""
 
 import hashlib
 import struct
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from byzpg.federation.schedule import CommonCoin
+from byzpg.federation.schedule import CommonCoin, Paper, Schedule
 
 START = np.array([0.5, -1.25, 3.0e-5, 0.0], np.float32)
 COIN = CommonCoin.of(START)
@@ -108,6 +108,84 @@ def test_the_output_iteration_is_uniform() -> None:
     expected = num_coins / num_iterations
     assert np.sum((counts - expected) ** 2 / expected) < 40  # χ² with 7 degrees of freedom: 1e-6
     assert COIN.output_iteration(1) == 0
+
+
+# Many seeds
+
+
+def schedule(*, shared_coin: bool, switch_probability: float = 0.2) -> Schedule:
+    return Schedule(
+        seed=0,
+        trajectories=600,
+        switch_probability=switch_probability,
+        large_batch=20,
+        small_batch=3,
+        conventions=Paper(),
+        shared_coin=shared_coin,
+    )
+
+
+STARTS = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
+
+
+def test_every_seed_follows_the_plan_of_its_own_coin() -> None:
+    ours = schedule(shared_coin=False)
+    timetable = ours.timetable(STARTS)
+    assert not timetable.in_step
+    for start, plan, takes_part in zip(STARTS, timetable.plans, timetable.takes_part, strict=True):
+        alone = ours.plan(start)
+        np.testing.assert_array_equal(timetable.large[takes_part], alone.large)
+        np.testing.assert_array_equal(plan.trajectories, alone.trajectories)
+        assert plan.output_iteration == alone.output_iteration
+    assert np.all(np.any(timetable.takes_part, axis=0)), "no entry is for nobody"
+    np.testing.assert_array_equal(timetable.takes_part[:, 0], True)
+    lengths = [plan.num_iterations for plan in timetable.plans]
+    np.testing.assert_array_equal(timetable.iterations(timetable.num_entries), lengths)
+    np.testing.assert_array_equal(timetable.output_iterations, [plan.output_iteration for plan in timetable.plans])
+
+
+def test_values_are_put_in_the_order_of_iterations() -> None:
+    timetable = schedule(shared_coin=False).timetable(STARTS)
+    for num_entries in (1, 17, timetable.num_entries):
+        values = np.random.default_rng(0).normal(size=(10, num_entries)).astype(np.float32)
+        found = timetable.by_iteration(values)
+        assert found.dtype == np.float32
+        for row, of_seed, takes_part in zip(found, values, timetable.takes_part, strict=True):
+            kept = of_seed[takes_part[:num_entries]]
+            np.testing.assert_array_equal(row[: len(kept)], kept)
+            assert np.all(np.isnan(row[len(kept) :]))
+
+
+def test_waiting_costs_less_than_computing_both_batches_in_every_iteration() -> None:
+    ours = schedule(shared_coin=False)
+    timetable = ours.timetable(STARTS)
+    both = max(plan.num_iterations for plan in timetable.plans) * (20 + 3)
+    longest = max(int(plan.trajectories[-1]) for plan in timetable.plans)
+    assert longest <= timetable.trajectories_computed(ours) < 0.7 * both
+
+
+def test_with_the_shared_coin_seeds_do_not_differ_in_their_batches() -> None:
+    """The spread over seeds of the number of large batches: none with the shared coin."""
+    counts = {
+        shared: [int(np.sum(plan.large)) for plan in schedule(shared_coin=shared).timetable(STARTS).plans]
+        for shared in (True, False)
+    }
+    assert np.var(counts[True]) == 0
+    assert np.var(counts[False]) > 1
+    shared = schedule(shared_coin=True).timetable(STARTS)
+    assert shared.in_step
+    np.testing.assert_array_equal(shared.large, schedule(shared_coin=True).plan(STARTS[0]).large)
+
+
+def test_if_all_batches_are_large_seeds_differ_in_their_output_alone() -> None:
+    ours = schedule(shared_coin=False, switch_probability=1.0)
+    timetable = ours.timetable(STARTS)
+    assert timetable.in_step
+    assert np.all(timetable.large)
+    assert timetable.num_entries == 600 // 20
+    np.testing.assert_array_equal(timetable.output_iterations, [ours.plan(start).output_iteration for start in STARTS])
+    assert len(set(timetable.output_iterations)) > 1
+    np.testing.assert_array_equal(timetable.by_iteration(np.eye(10, 30)), np.eye(10, 30))
 
 
 def test_bad_input() -> None:

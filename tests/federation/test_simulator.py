@@ -32,6 +32,7 @@ TINY: dict[str, Any] = {
     "large_batch": 6,
     "small_batch": 3,
     "switch_probability": 0.2,
+    "coins": "shared",  # so that training and BATCHES are one program
     "num_seeds": 2,
     "trajectories": 60,
     "aggregator": "RFA",  # whose weights are known
@@ -251,10 +252,10 @@ def test_without_robustness_and_agreement_decbyzpg_is_dec_page_pg_to_the_bit() -
 def test_the_server_samples_small_batches_alone(runs: dict[str, Run]) -> None:
     run = runs["server"]
     steps, most = run.metrics["environment_steps"], TINY["horizon"]
-    assert np.all(steps[:, run.large] > 5 * 6)
-    assert np.all(steps[:, ~run.large] <= 3 * most)
-    assert np.all(np.isnan(run.metrics["aggregation_error"][:, ~run.large]))
-    assert np.all(run.metrics["aggregation_error"][:, run.large] >= 0)
+    assert np.all(steps[run.large] > 5 * 6)
+    assert np.all(steps[~run.large] <= 3 * most)
+    assert np.all(np.isnan(run.metrics["aggregation_error"][~run.large]))
+    assert np.all(run.metrics["aggregation_error"][run.large] >= 0)
     assert run.parameters["last"].shape[:2] == (2, 1)
 
 
@@ -262,14 +263,14 @@ def test_metrics_say_what_happened(runs: dict[str, Run]) -> None:
     run = runs["robust"]
     metrics = run.metrics
     assert set(metrics) == set(Metrics.__dataclass_fields__)
-    assert all(values.shape == (2, len(run.large)) for values in metrics.values())
+    assert all(values.shape == run.large.shape == run.trajectories.shape for values in metrics.values())
     np.testing.assert_allclose(metrics["honest_weight"] + metrics["byzantine_weight"], 1, rtol=1e-5)
     assert np.all(metrics["byzantine_weight"] < 0.2), "less than the mean would give"
     for name, at_large in (("effective_sample", 1), ("largest_weight", 1), ("capped", 0)):
-        np.testing.assert_array_equal(metrics[name][:, run.large], at_large)
-    assert np.any(metrics["effective_sample"][:, ~run.large] < 1)
+        np.testing.assert_array_equal(metrics[name][run.large], at_large)
+    assert np.any(metrics["effective_sample"][~run.large] < 1)
     assert np.all((metrics["return_mean"] >= 1) & (metrics["return_mean"] <= TINY["horizon"]))
-    np.testing.assert_array_equal(run.trajectories, np.cumsum(np.where(run.large, 6, 3)))
+    np.testing.assert_array_equal(run.trajectories, np.cumsum(np.where(run.large, 6, 3), axis=1))
 
 
 def test_agreement_brings_agents_together_that_are_told_different_lies(runs: dict[str, Run]) -> None:
@@ -303,7 +304,7 @@ def test_skipped_entries_change_nothing_and_one_program_serves_all_blocks() -> N
     for left, right in zip(jax.tree.leaves(whole), jax.tree.leaves(states), strict=True):
         np.testing.assert_array_equal(left, right)
     for index, state in enumerate(states):
-        assert int(state.iteration) == 3
+        np.testing.assert_array_equal(state.iteration, [3, 3])
         returns = [np.asarray(each[index].return_mean) for each in (metrics, first, second)]
         np.testing.assert_array_equal(returns[0][:, 0], returns[1][:, 0])
         np.testing.assert_array_equal(returns[0][:, 1:3], returns[2][:, :2])
@@ -330,6 +331,59 @@ def test_federations_side_by_side_do_what_each_does_alone(
             np.testing.assert_allclose(one, other, atol=2e-3)  # RFA, again
     returns = {np.asarray(together[name][1].return_mean[:, 1:]).tobytes() for name in names}
     assert len(returns) == len(names)
+
+
+# Coins
+
+
+def assert_alike(one: Run, seed: int, other: Run, other_seed: int) -> None:
+    """Seeds of two runs do the same, up to rounding."""
+    num_iterations = one.num_iterations[seed]
+    assert num_iterations == other.num_iterations[other_seed]
+    assert one.output_iteration[seed] == other.output_iteration[other_seed]
+    for values, others in ((one.trajectories, other.trajectories), (one.large, other.large)):
+        np.testing.assert_array_equal(values[seed, :num_iterations], others[other_seed, :num_iterations])
+    assert set(one.metrics) == set(other.metrics)
+    for name, values in one.metrics.items():
+        tolerance = 0.02 if "weight" in name else 2e-3  # RFA's weights magnify rounding most
+        np.testing.assert_allclose(
+            values[seed, :num_iterations],
+            other.metrics[name][other_seed, :num_iterations],
+            rtol=2e-3,
+            atol=tolerance,
+            err_msg=name,
+        )
+    for name, values in one.parameters.items():
+        np.testing.assert_allclose(values[seed], other.parameters[name][other_seed], atol=2e-3, err_msg=name)
+
+
+def test_a_seed_does_the_same_alone_as_among_others_and_a_federation_too(tmp_path: Path) -> None:
+    """Every seed has its own coin: it waits for the others without doing anything, and ends when its own plan ends.
+
+    The attackers, their noise, play and Adam all depend on the iteration, which differs between seeds.
+    """
+    rotating: dict[str, Any] = {"num_agents": 5, "byzantine_set": "RotatingSet", "attack": "LargeNoise"}
+    options: dict[str, Any] = {"coins": "per-seed", "num_seeds": 3, "trajectories": 40}
+    settings = {name: settings_of(**options, **each) for name, each in (("a", rotating), ("b", FEDERATIONS["server"]))}
+    together = trained_together(tmp_path / "together", settings)
+    run = together["a"]
+    assert len({each.tobytes() for each in run.large}) == 3, "the seeds toss different coins"
+    assert len(set(run.num_iterations)) > 1
+    assert len(set(run.output_iteration)) > 1
+    beyond = np.arange(run.returns.shape[1]) >= run.num_iterations[:, None]
+    assert all(np.all(np.isnan(values[beyond])) for values in run.metrics.values())
+    np.testing.assert_array_equal(together["b"].large, run.large)  # the same seeds, so the same coins
+    config = Config(**(TINY | options | rotating))
+    alone = train(config)
+    for seed in range(3):
+        assert_alike(run, seed, alone, seed)
+        assert_alike(alone, seed, train(replace(config, seed=seed, num_seeds=1)), 0)
+    # With the shared coin, only the first seed does what it does alone.
+    shared = settings_of(**options | rotating | {"coins": "shared"})
+    timetable = shared.schedule().timetable(simulation_of(shared).initial_parameters())
+    assert timetable.in_step
+    np.testing.assert_array_equal(timetable.large, run.large[0, : run.num_iterations[0]])
+    assert not np.array_equal(timetable.plans[1].large, run.large[1, : run.num_iterations[1]])
 
 
 # Each of them in numbers alone, but in all numbers there are.
@@ -443,6 +497,7 @@ def learners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
             large_batch=16,
             small_batch=8,
             switch_probability=0.2,
+            coins="shared",
             step_size=0.05,
             num_seeds=2,
             trajectories=400,

@@ -563,7 +563,7 @@ def test_a_federation_starts_from_a_trained_run(tmp_path: Path, shell: Shell) ->
     settings = replace(SETTINGS, trajectories=4, large_batch=2, small_batch=2, hidden=(3,), horizon=5)
     plan = settings.schedule().plan(np.zeros(1))
     last = np.random.default_rng(0).normal(size=(1, 5, settings.bound_policy().dimension)).astype(np.float32)
-    run = Run.of(settings, plan, metrics={"return_mean": np.zeros((1, 2))}, last=last, uniform=np.zeros_like(last))
+    run = Run.of(settings, [plan], metrics={"return_mean": np.zeros((1, 2))}, last=last, uniform=np.zeros_like(last))
     RunDirectory.create(tmp_path / "trained", settings).write_results(run)
     cards = [f"{name}.card" for name in NAMES]
     new = ("federation", "new", *cards, *small, "--from", "trained", "--manifest")

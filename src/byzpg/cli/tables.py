@@ -34,7 +34,7 @@ def runs_table(runs: Mapping[Path, Run], *, with_paths: bool) -> Table:
         result = Result.of(run)
         name = method(run.settings)
         if with_paths:
-            name += f"\n[dim]{escape(str(path))}\n{run.trajectories[-1]:,} trajectories per agent[/dim]"
+            name += f"\n[dim]{escape(str(path))}\n{np.max(run.trajectories):,} trajectories per agent[/dim]"
         table.add_row(
             name,
             spread(final_returns(result)),

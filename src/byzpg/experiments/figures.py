@@ -105,7 +105,7 @@ class Curve:
     """The returns of one method over the trajectories that each agent has sampled."""
 
     label: str
-    trajectories: np.ndarray  # [iteration], running total per agent
+    trajectories: np.ndarray  # [seed, iteration], running total per agent, or [iteration] if all seeds share it
     returns: np.ndarray  # [seed, iteration]
 
 
@@ -151,7 +151,7 @@ def learning_curves(
             if reference_level is not None:
                 name = f"{reference_name}: {reference_level:g}"
                 axes.axhline(reference_level, color=MUTED, linewidth=1, linestyle="--", zorder=1, label=name)
-            _over_trajectories(axes, max(curve.trajectories[-1] for curve in curves))
+            _over_trajectories(axes, max(np.max(curve.trajectories) for curve in curves))
         left.set_ylabel(what)
         figure.suptitle(title, fontsize=12, fontweight="bold")
         _legend(figure, *left.get_legend_handles_labels())

@@ -49,7 +49,9 @@ class Result:
         for name in KEPT:
             values = run.metrics.get(name)
             if name != "return_mean" and values is not None and np.any(np.isfinite(values)):
-                metrics[name] = np.stack([_spread(run.trajectories, of_seed, grid) for of_seed in values])
+                metrics[name] = np.stack(
+                    [_spread(*of_seed, grid) for of_seed in zip(run.trajectories, values, strict=True)]
+                )
         return cls(run.settings, grid, {name: values.astype(np.float32) for name, values in metrics.items()})
 
 
@@ -104,7 +106,7 @@ class Results:
                 raise ValueError(f"it is in format {about.get('format')}, and this version of byzpg reads {FORMAT}.")
             runs = {}
             for name, values in about["settings"].items():
-                settings = Config.of(values, f"{path}, {name}").resolved()
+                settings = Config.of(values, f"{path}, {name}").recorded().resolved()
                 metrics = {metric: arrays[f"{name}/{metric}"] for metric in KEPT if f"{name}/{metric}" in arrays}
                 runs[name] = Result(settings, arrays[f"{name}/trajectories"], metrics)
             experiments = tuple(_experiment(data) for data in about["experiments"])

@@ -1,7 +1,8 @@
 """Statistics over seeds: robust means, probabilities of improvement, bootstrap intervals, and curves on a common axis.
 
-`trajectories` [iteration] is the number of trajectories that an agent has sampled up to and including an iteration, so
-it grows strictly. `returns` [seed, iteration] is the mean return of what the iteration sampled. Iterations sample
+`trajectories` [seed, iteration] is the number of trajectories that an agent has sampled up to and including an
+iteration, so it grows strictly until the last iteration of the seed, and then stays the same. It is [iteration] where
+all seeds share it. `returns` [seed, iteration] is the mean return of what the iteration sampled. Iterations sample
 batches of different sizes, so every mean over iterations is weighted by trajectories.
 """
 
@@ -137,23 +138,32 @@ def _check_order(values: np.ndarray) -> None:
         )
 
 
-def _batch_sizes(trajectories: np.ndarray, returns: np.ndarray) -> np.ndarray:
-    """Check both arrays, and return the number of trajectories [iteration] that each iteration sampled."""
-    if trajectories.ndim != 1 or returns.ndim != 2 or returns.shape[1:] != trajectories.shape:
+def _by_seed(trajectories: np.ndarray, returns: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Check both arrays, and return the trajectories and returns [iteration] of each seed, as far as it has come."""
+    trajectories, returns = np.asarray(trajectories, float), np.asarray(returns, float)
+    if returns.ndim != 2 or trajectories.shape not in (returns.shape, returns.shape[1:]):
         raise ValueError(
-            "trajectories must be [iteration] and returns [seed, iteration]; "
+            "returns must be [seed, iteration] and trajectories too, or [iteration] for all seeds; "
             f"got shapes {trajectories.shape} and {returns.shape}."
         )
-    sizes = np.diff(trajectories, prepend=0)
-    if np.any(sizes <= 0):
-        raise ValueError("trajectories must be running totals: positive, and more in every iteration.")
-    return sizes
+    totals = np.broadcast_to(trajectories, returns.shape)
+    sizes = np.diff(totals, prepend=0, axis=1)
+    ended = sizes == 0
+    falls = np.any(sizes < 0) or np.any(ended[:, :1]) or np.any(ended[:, :-1] & ~ended[:, 1:])
+    if falls or (trajectories.ndim == 1 and np.any(ended)):
+        raise ValueError("trajectories must be running totals: positive, and more in every iteration of a seed.")
+    return [(total[~end], of_seed[~end]) for total, of_seed, end in zip(totals, returns, ended, strict=True)]
 
 
 def even_grid(trajectories: np.ndarray, most: int) -> np.ndarray:
-    """The ends of even cells, at most `most` and at most one per iteration; none lies before the first iteration."""
-    grid = np.linspace(0, trajectories[-1], min(most, len(trajectories)) + 1)[1:]
-    return grid[grid >= trajectories[0]]
+    """The ends of even cells up to where all seeds have come; none lies before the first iteration of a seed.
+
+    There are at most `most` cells, and at most one per iteration of the seed with the fewest.
+    """
+    totals = np.atleast_2d(trajectories)
+    fewest = np.min(np.sum(np.diff(totals, prepend=0, axis=1) > 0, axis=1))
+    grid = np.linspace(0, np.min(totals[:, -1]), min(most, fewest) + 1)[1:]
+    return grid[grid >= np.max(totals[:, 0])]
 
 
 def smooth_on_grid(trajectories: np.ndarray, returns: np.ndarray, grid: np.ndarray) -> np.ndarray:
@@ -162,31 +172,39 @@ def smooth_on_grid(trajectories: np.ndarray, returns: np.ndarray, grid: np.ndarr
     A cell holds the mean of the iterations that end in it. Empty cells are interpolated; cells before the first or
     after the last iteration are NaN.
     """
-    trajectories, returns, grid = (np.asarray(each, float) for each in (trajectories, returns, grid))
-    sizes = _batch_sizes(trajectories, returns)
+    grid = np.asarray(grid, float)
     if np.any(np.diff(grid) <= 0):
         raise ValueError("grid must increase.")
-    cell = np.searchsorted(grid, trajectories)
+    return np.stack([_smooth(*of_seed, grid) for of_seed in _by_seed(trajectories, returns)])
+
+
+def _smooth(trajectories: np.ndarray, returns: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """As `smooth_on_grid`, for one seed."""
+    sizes, cell = np.diff(trajectories, prepend=0), np.searchsorted(grid, trajectories)
     # One more cell takes what lies beyond the grid.
-    weight, *totals = (np.bincount(cell, each, len(grid) + 1)[:-1] for each in (sizes, *(returns * sizes)))
+    weight, total = (np.bincount(cell, each, len(grid) + 1)[:-1] for each in (sizes, returns * sizes))
     full = weight > 0
-    if not np.any(full):
-        return np.full((len(returns), len(grid)), np.nan)
-    means = (total[full] / weight[full] for total in totals)
-    return np.stack([np.interp(grid, grid[full], each, left=np.nan, right=np.nan) for each in means])
+    # The iteration under way at the end of the grid is not in a cell, but the empty cells before its end lead to it.
+    beyond = slice(count := int(np.sum(cell < len(grid))), count + 1)
+    ends, means = np.append(grid[full], trajectories[beyond]), np.append(total[full] / weight[full], returns[beyond])
+    return np.interp(grid, ends, means, left=np.nan, right=np.nan)
 
 
 def trajectories_to_reach(trajectories: np.ndarray, returns: np.ndarray, level: float, window: float) -> np.ndarray:
     """Trajectories [seed] until the mean return of the last `window` of them reaches `level`; ∞ if it never does."""
-    trajectories, returns = np.asarray(trajectories, float), np.asarray(returns, float)
-    sizes = _batch_sizes(trajectories, returns)
     if not window > 0:
         raise ValueError(f"window must be a positive number of trajectories, got {window}.")
+    return np.asarray([_first_reach(*of_seed, level, window) for of_seed in _by_seed(trajectories, returns)])
+
+
+def _first_reach(trajectories: np.ndarray, returns: np.ndarray, level: float, window: float) -> float:
+    """As `trajectories_to_reach`, for one seed."""
+    sizes = np.diff(trajectories, prepend=0)
     first = np.searchsorted(trajectories, trajectories - window, side="right")
     spans = np.stack([first, np.arange(len(first)) + 1], axis=1).ravel()
     # Sums of slices, not differences of running sums, whose rounding misses a perfect score of 500.
-    columns = np.pad(np.stack([sizes, *(returns * sizes)]), ((0, 0), (0, 1)))
-    weight, *totals = np.add.reduceat(columns, spans, axis=1)[:, ::2]
+    columns = np.pad(np.stack([sizes, returns * sizes]), ((0, 0), (0, 1)))
+    weight, total = np.add.reduceat(columns, spans, axis=1)[:, ::2]
     # Before the window is full, one lucky episode could be enough.
-    reached = (np.stack(totals) / weight >= level) & (trajectories >= window)
-    return np.where(np.any(reached, axis=1), trajectories[np.argmax(reached, axis=1)], np.inf)
+    reached = (total / weight >= level) & (trajectories >= window)
+    return float(trajectories[np.argmax(reached)]) if np.any(reached) else np.inf

@@ -169,7 +169,7 @@ def is_done(cell: Cell, folder: Path) -> bool:
 
 
 def _fits(run: Run) -> bool:
-    shape = (run.settings.num_seeds, len(run.trajectories))
+    shape = (run.settings.num_seeds, run.trajectories.shape[1])
     if any(values.shape != shape for values in run.metrics.values()) or "return_mean" not in run.metrics:
         raise ValueError("its results have other shapes than its config.json says.")
     return True
@@ -335,7 +335,7 @@ class Outcome:
         weights = [weight for result in results if not isnan(weight := attacker_weight(result))]
         return cls(
             cells=tuple(cells),
-            trajectories=max(int(run.trajectories[-1]) for run in runs),
+            trajectories=max(int(np.max(run.trajectories)) for run in runs),
             final_returns=np.concatenate([final_returns(result) for result in results]),
             best=float(np.mean([best_return(result) for result in results])),
             attacker_weight=float(np.mean(weights)) if weights else nan,

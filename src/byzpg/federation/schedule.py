@@ -6,8 +6,8 @@ follow from θ_0, which every agent computes from the seed without a message.
 
 import hmac
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import count
 from typing import Self
@@ -159,12 +159,13 @@ class Paper(Conventions):
 class Schedule:
     """How long agents train, and how often they sample a large batch."""
 
-    seed: int  # the first one, whose θ_0 keys the coin
+    seed: int  # the first one
     trajectories: int  # per agent
     switch_probability: float  # p
     large_batch: int  # N
     small_batch: int  # B
     conventions: Conventions
+    shared_coin: bool  # whether all seeds toss the first one's coin
 
     def initial_parameters(self, policy: Policy) -> Array:
         """θ_0 [d] of the first seed."""
@@ -181,6 +182,19 @@ class Schedule:
             total.append(total[-1] + (self.large_batch if large[-1] else self.small_batch))
         return Plan(np.asarray(large), np.asarray(total[1:]), coin.output_iteration(len(large)))
 
+    def timetable(self, initial_parameters: Vectors) -> "Timetable":
+        """When every seed carries out the iterations of its plan, which follows from its θ_0 [seed, d]."""
+        first, *others = initial_parameters
+        plan = self.plan(first)
+        if self.shared_coin:
+            plans = [plan] * len(initial_parameters)
+        elif self.switch_probability == 1:  # the coin decides T̂ alone, and a long run has very many iterations
+            outputs = (CommonCoin.of(each).output_iteration(plan.num_iterations) for each in others)
+            plans = [plan, *(replace(plan, output_iteration=output) for output in outputs)]
+        else:
+            plans = [plan, *map(self.plan, others)]
+        return Timetable.of(plans, self)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -193,3 +207,71 @@ class Plan:
     @property
     def num_iterations(self) -> int:
         return len(self.large)
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """When each of many seeds carries out the iterations of its own plan.
+
+    Seeds are independent, so they need not be at the same iteration. All seeds compute the batch of an entry, large or
+    small; those whose next batch is of the other size wait, and drop what they computed.
+    """
+
+    plans: tuple[Plan, ...]  # of each seed
+    large: np.ndarray  # [entry]
+    takes_part: np.ndarray  # [seed, entry]
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], schedule: Schedule) -> Self:
+        """The cheapest timetable that waits for some number of seeds before it enters a large batch for them."""
+        first, *others = plans
+        if all(np.array_equal(first.large, each.large) for each in others):
+            return cls(tuple(plans), first.large, np.ones((len(plans), first.num_iterations), bool))
+        entries = (_entries(plans, share / len(plans)) for share in range(1, len(plans) + 1))
+        found = [cls(tuple(plans), *each) for each in entries]
+        return min(found, key=lambda each: each.trajectories_computed(schedule))
+
+    def trajectories_computed(self, schedule: Schedule) -> int:
+        """The trajectories that each agent of each seed samples, those it drops included."""
+        num_large = int(np.sum(self.large))
+        return num_large * schedule.large_batch + (self.num_entries - num_large) * schedule.small_batch
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.large)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether no seed ever waits, so that entries are iterations."""
+        return bool(np.all(self.takes_part))
+
+    @property
+    def output_iterations(self) -> np.ndarray:
+        """T̂ [seed]."""
+        return np.asarray([plan.output_iteration for plan in self.plans])
+
+    def iterations(self, num_entries: int) -> np.ndarray:
+        """The iterations [seed] that are done after so many entries."""
+        return np.sum(self.takes_part[:, :num_entries], axis=1)
+
+    def by_iteration(self, values: np.ndarray) -> np.ndarray:
+        """Values [seed, entry] as [seed, iteration]; NaN after the last iteration of a seed."""
+        took_part = self.takes_part[:, : values.shape[1]]
+        order = np.argsort(~took_part, axis=1, kind="stable")[:, : np.max(np.sum(took_part, axis=1))]
+        return np.take_along_axis(np.where(took_part, values, np.nan), order, axis=1)
+
+
+def _entries(plans: Sequence[Plan], share: float) -> tuple[np.ndarray, np.ndarray]:
+    """The batch of every entry, large once this share of the unfinished seeds waits for one, and who takes part."""
+    lengths = np.asarray([plan.num_iterations for plan in plans])
+    tosses = np.zeros((len(plans), max(lengths) + 1), bool)
+    for row, plan in zip(tosses, plans, strict=True):
+        row[: plan.num_iterations] = plan.large
+    seeds, done = np.arange(len(plans)), np.zeros(len(plans), int)
+    large, takes_part = [], []
+    while np.any(unfinished := done < lengths):
+        waits_for_large = tosses[seeds, done] & unfinished
+        large.append(bool(np.sum(waits_for_large) >= share * np.sum(unfinished)))
+        takes_part.append(waits_for_large if large[-1] else unfinished & ~waits_for_large)
+        done += takes_part[-1]
+    return np.asarray(large), np.stack(takes_part, axis=1)

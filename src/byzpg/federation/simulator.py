@@ -3,7 +3,8 @@
 Federations whose agents play alike run side by side, whatever their size, rules and attackers: the episodes of all are
 one batch, and so are the gradients of agents that estimate alike; the messages of each federation are its own.
 Iterations run in blocks: `lax.scan` inside; progress, checkpoints and Ctrl-C in between. The coin belongs to the
-driver: all seeds of a simulation share one sequence, because otherwise every iteration would compute both batch sizes.
+driver: an entry of a block has one batch size, because otherwise every iteration would compute both. Seeds whose coin
+says otherwise wait: their state stays as it is.
 On a host task, episodes are played between programs, and the rest of an iteration is one program.
 """
 
@@ -42,7 +43,7 @@ class SimulationState:
 
     agents: AgentState
     output: Array  # θ_T̂ [seed, holder, d], once iteration T̂ has come
-    iteration: Array
+    iteration: Array  # [seed]
 
 
 @jax.tree_util.register_dataclass
@@ -57,14 +58,15 @@ class Keys:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Block:
-    """The iterations of one call."""
+    """The entries of one call."""
 
-    batches: Array  # [iteration]: LARGE, SMALL, or SKIP to fill up the block
-    output_iteration: Array  # T̂
+    batches: Array  # [entry]: LARGE, SMALL, or SKIP to fill up the block
+    output_iteration: Array  # T̂ [seed]
+    takes_part: Array | None  # [seed, entry]; None where all seeds take part in all entries
 
 
 Federations = tuple[Federation, ...]
-States = tuple[SimulationState, ...]  # one per federation, all at the same iteration
+States = tuple[SimulationState, ...]  # one per federation, each seed at the same iteration in all of them
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,19 @@ class Simulation:
         return devices.unfilled(devices.fetched(states), self.federations[0].agent.policy.dimension)
 
     def initial_parameters(self) -> np.ndarray:
-        """θ_0 [d] of the first seed: the coin that follows from it is common to all seeds."""
+        """θ_0 [seed, d], from which the coin of each seed follows."""
         # The program that `start` runs, unless all states together need several devices.
         federations = self.federations[:1] if devices.divides_coordinates(self._mesh()) else self.federations
         first = _start(jnp.asarray(self.seeds), _separated_numbers(federations)[0])[0]
-        return np.asarray(first.agents.parameters)[0, 0]
+        return np.asarray(first.agents.parameters)[:, 0]
 
     def run(
         self,
         states: States,
         batches: Sequence[int] | np.ndarray,
-        output_iteration: int,
+        output_iteration: int | np.ndarray,
         *,
+        takes_part: np.ndarray | None = None,
         only_large: bool = False,
     ) -> tuple[States, tuple[Metrics, ...]]:
         """Run one iteration per entry of `batches`.
@@ -128,16 +131,17 @@ class Simulation:
             states: Where to begin; they are consumed.
             batches: LARGE, SMALL, or SKIP to fill up a block. One program is compiled per length of `batches`; on a
                 host task, one per batch size.
-            output_iteration: T̂, whose parameters are kept.
+            output_iteration: T̂, whose parameters are kept; one, or one per seed.
+            takes_part: Which seeds take part in which entries [seed, entry]; the others stay as they are. Default: all.
             only_large: Whether no block of the run has a SMALL entry: a program without them compiles in half the time.
 
         Returns:
-            The states afterwards, and the values of metrics [seed, entry] of each federation. All processes must call
-            this.
+            The states afterwards, and the values of metrics [seed, entry] of each federation, NaN where a seed took no
+            part. All processes must call this.
         """
         if only_large and SMALL in batches:
             raise ValueError("only_large is for runs without small batches, and this block has one.")
-        block = self._block(states, batches, output_iteration)
+        block = self._block(states, batches, output_iteration, takes_part)
         with clear_search_errors():
             if self.on_host:
                 return jax.block_until_ready(_run_on_host(*block))
@@ -146,12 +150,19 @@ class Simulation:
 
     def compiled(self, batches: Sequence[int] | np.ndarray, *, only_large: bool = False) -> jax.stages.Compiled:
         """The program of such a block, to see what it needs; not for host tasks."""
-        return _run_block.lower(*self._block(self.start(), batches, 0), only_large=only_large).compile()
+        return _run_block.lower(*self._block(self.start(), batches, 0, None), only_large=only_large).compile()
 
-    def _block(self, states: States, batches: Sequence[int] | np.ndarray, output_iteration: int) -> tuple[Any, ...]:
+    def _block(
+        self,
+        states: States,
+        batches: Sequence[int] | np.ndarray,
+        output_iteration: int | np.ndarray,
+        takes_part: np.ndarray | None,
+    ) -> tuple[Any, ...]:
         seeds, (codes, numbers) = jnp.asarray(self.seeds), _separated_numbers(self.federations)
         keys = Keys(_keys(seeds, ATTACKERS), _keys(seeds, ITERATIONS))
-        block = _Block(jnp.asarray(batches), jnp.asarray(output_iteration))
+        outputs = jnp.broadcast_to(jnp.asarray(output_iteration), len(self.seeds))
+        block = _Block(jnp.asarray(batches), outputs, None if takes_part is None else jnp.asarray(takes_part))
         return states, keys, block, jnp.asarray(numbers), codes, self._mesh()
 
     @property
@@ -181,7 +192,7 @@ def _start(seeds: Array, codes: Federations) -> States:
     @cache  # federations that start alike start from the same arrays
     def of(agent: Agent, num_holders: int) -> SimulationState:
         agents = _split(agent.initial(jnp.repeat(initial, num_holders, axis=0)), len(seeds))
-        return SimulationState(agents, agents.parameters, jnp.zeros((), jnp.int32))
+        return SimulationState(agents, agents.parameters, jnp.zeros(len(seeds), jnp.int32))
 
     return tuple(of(code.agent, code.num_holders) for code in codes)
 
@@ -260,6 +271,11 @@ class _Table:
         """What every seed has [seed, ...], for each row."""
         return jnp.concatenate([jnp.repeat(values, len(kind.members), axis=0) for kind in self.kinds])
 
+    def by_seed(self, rows: Array, num_seeds: int) -> Array:
+        """The inverse of `of_seeds`."""
+        every = len(self.kinds[0].members)
+        return rows[: num_seeds * every : every]
+
 
 def _tables(codes: Federations) -> tuple[_Table, ...]:
     kinds: dict[Federation, list[int]] = {}
@@ -294,7 +310,7 @@ def _run_block(
     return jax.shard_map(
         iterate,
         mesh=mesh,
-        in_specs=(layout(states, mesh), BY_SEED, EVERYWHERE, EVERYWHERE),
+        in_specs=(layout(states, mesh), BY_SEED, _Block(EVERYWHERE, BY_SEED, BY_SEED), EVERYWHERE),
         out_specs=(layout(states, mesh), BY_SEED),
         check_vma=False,
     )(states, keys, block, numbers)
@@ -311,16 +327,22 @@ def _iterate_block(
 ) -> tuple[States, tuple[Array, ...]]:
     """The iterations of a block."""
 
-    def iterate(states: States, batch: Array) -> tuple[States, tuple[Array, ...]]:
-        states = _with_output(states, block.output_iteration)
+    def iterate(states: States, entry: tuple[Array, Array | None]) -> tuple[States, tuple[Array, ...]]:
+        batch, takes_part = entry
+        states = _with_output(tables, states, block.output_iteration)
         large = True if only_large else batch == LARGE
-        iteration = partial(_iteration, tables, by, tables[0].code.agent.play, states, keys, numbers, large)
+
+        def iteration() -> tuple[States, tuple[Metrics, ...]]:
+            after = _iteration(tables, by, tables[0].code.agent.play, states, keys, numbers, large)
+            return _where_taking_part(tables, takes_part, after, _skip(states))
+
         states, metrics = lax.cond(batch == SKIP, partial(_skip, states), iteration)
         # One array of each table: XLA would compile a kernel for every metric of every federation.
         return states, tuple(jnp.stack(jax.tree.leaves(each), axis=1) for each in metrics)
 
     rows = tuple(table.rows(states) for table in tables)
-    rows, packed = lax.scan(iterate, rows, block.batches)
+    takes_part = None if block.takes_part is None else block.takes_part.T
+    rows, packed = lax.scan(iterate, rows, (block.batches, takes_part))
     return _by_federation(tables, len(keys.attackers), (rows, tuple(jnp.moveaxis(each, 0, 2) for each in packed)))
 
 
@@ -338,7 +360,7 @@ def _run_on_host(
 ) -> tuple[States, tuple[Metrics, ...]]:
     """As `_run_block`, for one federation with episodes from outside JAX."""
     metrics = []
-    for batch in block.batches.tolist():
+    for index, batch in enumerate(block.batches.tolist()):
         if batch == SKIP:
             metrics.append(_blank(len(keys.attackers)))
             continue
@@ -353,6 +375,7 @@ def _run_on_host(
             keys,
             placed(episodes, mesh),
             block.output_iteration,
+            None if block.takes_part is None else block.takes_part[:, index],
             numbers,
             codes=codes,
             large=large,
@@ -373,6 +396,7 @@ def _run_iteration(
     keys: Keys,
     episodes: Episodes,
     output_iteration: Array,
+    takes_part: Array | None,
     numbers: Array,
     *,
     codes: Federations,
@@ -383,26 +407,50 @@ def _run_iteration(
     tables = _tables(codes)
 
     def iterate(
-        states: States, keys: Keys, episodes: Episodes, output_iteration: Array, numbers: Array
+        states: States,
+        keys: Keys,
+        episodes: Episodes,
+        output_iteration: Array,
+        takes_part: Array | None,
+        numbers: Array,
     ) -> tuple[States, tuple[Metrics, ...]]:
-        states = _with_output(states, output_iteration)
-        return _iteration(tables, ByAgent(), lambda *_: episodes, states, keys, numbers, large)
+        states = _with_output(tables, states, output_iteration)
+        after = _iteration(tables, ByAgent(), lambda *_: episodes, states, keys, numbers, large)
+        return _where_taking_part(tables, takes_part, after, _skip(states))
 
     return jax.shard_map(
         iterate,
         mesh=mesh,
-        in_specs=(layout(states, mesh), BY_SEED, layout(episodes, mesh), EVERYWHERE, EVERYWHERE),
+        in_specs=(layout(states, mesh), BY_SEED, layout(episodes, mesh), BY_SEED, BY_SEED, EVERYWHERE),
         out_specs=(layout(states, mesh), BY_SEED),
         check_vma=False,
-    )(states, keys, episodes, output_iteration, numbers)
+    )(states, keys, episodes, output_iteration, takes_part, numbers)
 
 
-def _with_output(states: States, output_iteration: Array) -> States:
-    def of(state: SimulationState) -> SimulationState:
-        arrived = jnp.equal(state.iteration, output_iteration)
-        return replace(state, output=jnp.where(arrived, state.agents.parameters, state.output))
+def _with_output(tables: tuple[_Table, ...], states: States, output_iteration: Array) -> States:
+    """The rows of each table, with the parameters of those at iteration T̂ [seed] as their output."""
 
-    return tuple(map(of, states))
+    def of(table: _Table, state: SimulationState) -> SimulationState:
+        arrived = state.iteration == table.of_seeds(output_iteration)
+        return replace(state, output=_where(arrived, state.agents.parameters, state.output))
+
+    return tuple(map(of, tables, states))
+
+
+def _where_taking_part(tables: tuple[_Table, ...], takes_part: Array | None, after: Any, before: Any) -> Any:
+    """Tuples of trees with rows, one tree per table: `after` where a seed takes part [seed], else `before`."""
+    if takes_part is None:
+        return after
+    active = tuple(table.of_seeds(takes_part) for table in tables)
+    return tuple(
+        tuple(jax.tree.map(partial(_where, rows), yes, no) for rows, yes, no in zip(active, *pair, strict=True))
+        for pair in zip(after, before, strict=True)
+    )
+
+
+def _where(rows: Array, yes: Array, no: Array) -> Array:
+    """`yes` [row, ...] in some rows, `no` in the others."""
+    return jnp.where(rows.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 
 def _skip(states: States) -> tuple[States, tuple[Metrics, ...]]:
@@ -432,8 +480,8 @@ class Draws:
         return self.is_honest if num_players > 1 else jnp.ones_like(self.is_honest[:, :1])
 
 
-def _draws(tables: tuple[_Table, ...], iteration: Array, keys: Keys) -> list[Draws]:
-    """The draws of each table. What tables have in common is drawn once."""
+def _draws(tables: tuple[_Table, ...], iterations: Array, keys: Keys) -> list[Draws]:
+    """The draws of each table at iterations [seed]. What tables have in common is drawn once."""
 
     def streams_of(table: _Table) -> list[int]:
         num_agents, num_rounds = table.code.num_agents, 1 + max(kind.code.rounds for kind in table.kinds)
@@ -441,12 +489,14 @@ def _draws(tables: tuple[_Table, ...], iteration: Array, keys: Keys) -> list[Dra
         return [*map(play_stream, range(num_agents)), *rounds]
 
     streams = sorted({stream for table in tables for stream in streams_of(table)})
-    fresh = jax.vmap(lambda key: jax.vmap(partial(stream_key, key, iteration))(jnp.asarray(streams)))(keys.iterations)
+    fresh = jax.vmap(jax.vmap(stream_key, in_axes=(None, None, 0)), in_axes=(0, 0, None))(
+        keys.iterations, iterations, jnp.asarray(streams)
+    )
 
     @cache
     def attackers_of(draw: ByzantineSet, num_agents: int, num_attackers: int) -> tuple[Array, Array]:
         """The attackers of each seed [seed, b], and who is honest [seed, agent]."""
-        attackers = jax.vmap(partial(draw, num_agents, num_attackers, iteration))(keys.attackers)
+        attackers = jax.vmap(partial(draw, num_agents, num_attackers))(iterations, keys.attackers)
         return attackers, jax.vmap(partial(honest_mask, num_agents))(attackers)
 
     def of(table: _Table) -> Draws:
@@ -552,9 +602,10 @@ def _iteration(
 ) -> tuple[States, tuple[Metrics, ...]]:
     """One iteration of all rows of all tables."""
     num_seeds = len(keys.attackers)
+    draws_of_tables = _draws(tables, tables[0].by_seed(states[0].iteration, num_seeds), keys)
     iterations = [
         _Iteration(table, table.with_numbers(numbers, num_seeds), by, state, draws)
-        for table, state, draws in zip(tables, states, _draws(tables, states[0].iteration, keys), strict=True)
+        for table, state, draws in zip(tables, states, draws_of_tables, strict=True)
     ]
 
     at_servers = [each for each in iterations if each.table.code.centralized]
@@ -668,7 +719,7 @@ class _Iteration:
                     vectors=vectors[here],
                     byzantine=attackers,
                     keys=message_keys[here],
-                    iteration=jnp.broadcast_to(self.state.iteration, len(attackers)),
+                    iteration=self.state.iteration[here],
                 )
             )
         return rounds

@@ -213,7 +213,7 @@ def _write_results(store: Store, settings: Settings, peer: members.Peer) -> RunD
     }
     # A member that was behind in iteration T̂ has no θ_T̂.
     uniform = np.full_like(peer.parameters, np.nan) if (kept := store.output()) is None else kept
-    run = Run.of(settings, peer.plan, metrics=metrics, last=peer.parameters[None, None], uniform=uniform[None, None])
+    run = Run.of(settings, [peer.plan], metrics=metrics, last=peer.parameters[None, None], uniform=uniform[None, None])
     path = store.path / "run"
     try:
         exists = (path / "config.json").is_file()  # on a full disk, an earlier try may have left an empty directory

@@ -13,7 +13,7 @@ from byzpg.robust.attacks import Attack
 from byzpg.robust.components import nearest, plain_name
 
 # Options of a Config that only simulated runs have: here attackers are real, or rehearsed.
-SIMULATED = ("num_attackers", "attack", "byzantine_set", "num_seeds", "agreement", "rounds")
+SIMULATED = ("num_attackers", "attack", "byzantine_set", "num_seeds", "coins", "agreement", "rounds")
 # Options under their names in byzpg 0.1.
 OLD_NAMES = {"num_declared": "num_byzantine", "rehearsal_liars": "rehearsal_attackers"}
 

@@ -176,4 +176,4 @@ class ByzPG(Strategy):
         columns = {"return_mean": self.returns, "stepped": self.stepped, "usable_replies": self.usable}
         metrics |= {name: np.asarray([values], np.float32) for name, values in columns.items()}
         last, uniform = self.server.parameters[None, None], self.server.output[None, None]
-        return Run.of(self.settings, self.server.plan, metrics=metrics, last=last, uniform=uniform)
+        return Run.of(self.settings, [self.server.plan], metrics=metrics, last=last, uniform=uniform)

@@ -44,6 +44,7 @@ OPTIONS = {
     "large_batch": "large batch N",
     "small_batch": "small batch B",
     "switch_probability": "probability p of a large batch",
+    "coins": "coins",
     "estimator": "estimator",
     "importance": "importance weights",
     "gate": "gate β",
@@ -55,7 +56,7 @@ OPTIONS = {
     "rounds": "rounds κ",
     "output": "output",
 }
-OF_SMALL_BATCHES = ("small_batch", "importance", "gate")
+OF_SMALL_BATCHES = ("small_batch", "coins", "importance", "gate")
 
 Rivals = Mapping[tuple[Panel, Cell], Cell | None]
 
