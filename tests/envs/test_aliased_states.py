@@ -1,6 +1,6 @@
 """AliasedStates-v1 against its tables, and its exact return and gradient against all trajectories in float64."""
 
-from itertools import product
+from itertools import pairwise, product
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,7 @@ POLICIES = [CategoricalMLP(NUM_LOOKS, hidden, "tanh", num_actions=NUM_ACTIONS) f
 def naive_probabilities(policy: CategoricalMLP, parameters: np.ndarray) -> np.ndarray:
     """π(a|s) [state, action] in float64."""
     values, start = np.eye(NUM_LOOKS)[np.arange(NUM_STATES) % NUM_LOOKS], 0
-    sizes = policy.layer_sizes
-    for layer, (inputs, outputs) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for layer, (inputs, outputs) in enumerate(pairwise(policy.layer_sizes)):
         matrix = parameters[start : start + inputs * outputs].reshape(inputs, outputs)
         bias = parameters[start + inputs * outputs :][:outputs]
         values, start = values @ matrix + bias, start + (inputs + 1) * outputs
