@@ -171,6 +171,8 @@ class Checkpoint:
         metrics = {
             name.removeprefix("metric_"): values for name, values in arrays.items() if name.startswith("metric_")
         }
+        if "return_mean" in metrics:  # older checkpoints have no such metric, and had no task for which it is known
+            metrics.setdefault("gradient_squared", np.full_like(metrics["return_mean"], np.nan))
         return cls(int(arrays["iteration"]), state, metrics)
 
 

@@ -13,6 +13,7 @@ from jax import Array
 
 from byzpg import Config, Run, train
 from byzpg.config import Settings
+from byzpg.envs import CartPole
 from byzpg.federation import simulator
 from byzpg.federation.algorithms import Agent, AgentState
 from byzpg.federation.metrics import Metrics
@@ -539,3 +540,33 @@ def test_every_algorithm_learns(algorithm: str, learners: dict[str, Run]) -> Non
     learnt = learners[algorithm]
     assert np.all(learnt.returns[:, 0] < 30)
     assert np.all(learnt.returns[:, -5:].mean(axis=1) > 48)
+
+
+def test_the_exact_gradient_is_that_before_the_step_over_honest_agents() -> None:
+    """Without agreement, agents drift apart under an attack that tells them different things."""
+    settings = Config(
+        env="AliasedStates-v1",
+        preset="paper",
+        num_agents=4,
+        num_byzantine=0,
+        num_attackers=1,
+        attack="Equivocate",
+        rounds=0,
+        num_seeds=2,
+        hidden=(),
+        optimizer="sgd",
+        step_size=1.0,
+        switch_probability=1.0,
+        large_batch=2,
+    ).resolved()
+    simulation = simulation_of(settings)
+    agent, states, seen, parameters = settings.federation().agent, simulation.start(), [], np.zeros(0)
+    for _ in range(2):
+        parameters = np.asarray(states[0].agents.parameters)  # [seed, agent, d]
+        states, (metrics,) = simulation.run(states, [LARGE], 0, only_large=True)
+        exact = np.stack([agent.gradient_squared(each) for each in parameters])
+        np.testing.assert_allclose(metrics.gradient_squared[:, 0], np.mean(exact[:, :3], axis=1), rtol=1e-5)
+        seen.append(exact)
+    assert np.ptp(seen[1][0]) > 1e-4  # the agents differ, so that the attacker, the last one, could be told from them
+    assert abs(np.mean(seen[1][0]) - np.mean(seen[1][0, :3])) > 1e-5
+    assert np.all(np.isnan(replace(agent, env=CartPole()).gradient_squared(parameters[0])))

@@ -1,6 +1,7 @@
 """byzpg reproduce."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +15,7 @@ from byzpg.federation.devices import Hardware
 from byzpg.runs import RunDirectory, provenance
 
 if TYPE_CHECKING:
+    from byzpg.config import Settings
     from byzpg.experiments.paper import Grid
 
 
@@ -31,7 +33,8 @@ class Reproduce:
         tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="(at least one)"),
     ]
     """Experiments. In the paper: fig1 to fig6, or cartpole, lunarlander, all. Beyond the paper: ablation, momentum,
-    variance, speedup, tolerance, heatmap, rotating, agreement, averaging, or beyond for all of these."""
+    variance, speedup, tolerance, heatmap, rotating, agreement, averaging, or beyond for all of these. By itself: rates,
+    which measures the rates of the theorems on a task with an exact gradient."""
     task: Literal["CartPole-v1", "LunarLander-v3"] | None = None
     """Task whose experiments are run. Default: both tasks."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
@@ -53,11 +56,14 @@ class Reproduce:
         if follows_another_process(self.hardware):
             return
         self._check()
+        if "rates" in self.names:
+            self._measure_rates()
+            return
         scope = Scope(preset=self.preset, num_seeds=self.seeds, seed=self.seed, trajectories=self.trajectories)
         planned = grid(self.names, scope, self.task)
         directories = planned.create_runs(self.directory / "runs")
         started_before = any((directory / "checkpoint.npz").is_file() for directory in directories)
-        seconds = self._train(directories)
+        seconds = self._train(directories, f"preset {self.preset}")
         about = {**provenance(), "command": this_command()}
         if not started_before:  # otherwise the seconds are those of the last part alone
             about["seconds"] = seconds
@@ -68,20 +74,53 @@ class Reproduce:
 
         if not self.names:
             raise ValueError(f"reproduce needs at least one name: {', '.join([*EXPERIMENTS, *COLLECTIONS])}.")
+        if "rates" in self.names:
+            for option, fix in {"task": None, "preset": "tuned", "trajectories": None}.items():
+                if (given := getattr(self, option)) != fix:
+                    raise ValueError(f"--{option} has no effect on rates, got {given}: leave it out.")
+            if len(self.names) > 1:
+                raise ValueError("rates is run by itself: leave out the other names, or run them in another command.")
         for option in ("seeds", "trajectories"):
             if (given := getattr(self, option)) is not None and given < 1:
                 raise ValueError(f"--{option} must be at least 1, got {given}.")
 
-    def _train(self, directories: list[Path]) -> float:
+    def _train(self, directories: list[Path], which: str) -> float:
         """Train what is not complete yet, and return the seconds that took."""
         from byzpg import training
 
         started = time.monotonic()
         left = sum(not RunDirectory.open(directory).complete for directory in directories)
         with training_progress(this_command()) as on_progress:
-            say(f"{len(directories)} runs, preset {self.preset}: {len(directories) - left} done, {left} to do.")
+            say(f"{len(directories)} runs, {which}: {len(directories) - left} done, {left} to do.")
             training.resume_all(directories, on_progress)
         return time.monotonic() - started
+
+    def _measure_rates(self) -> None:
+        """Choose settings on the tuning seeds, measure them on the reported ones, and save, print and plot that."""
+        from byzpg.cli.tables import rates_tables
+        from byzpg.experiments import figures, rates
+        from byzpg.experiments.paper import create_runs, run_name
+
+        scope, folder = rates.Scope(self.seed, self.seeds or rates.NUM_SEEDS), self.directory / "runs"
+        started = time.monotonic()
+
+        def train(settings: "Sequence[Settings]", which: str) -> None:
+            self._train(create_runs(folder, {run_name(each): each for each in settings}), which)
+
+        train(scope.tuning_settings(), "seeds for tuning")
+        train(scope.reported_settings(folder), "reported seeds")
+        with console.status("measuring the noise of corrections"):
+            noises = dict(rates.correction_noises())
+        about = {**provenance(), "command": this_command(), "seconds": time.monotonic() - started}
+        measured, saved = rates.Rates.of(scope, folder, noises, about), self.directory / f"{self._file_name()}.npz"
+        measured.save(saved)
+        for table in rates_tables(measured):
+            console.print(table)
+        plot = saved.with_suffix(".png")
+        for ending in (".png", ".svg", ".pdf"):
+            figures.save(figures.draw_rates(measured), plot.with_suffix(ending))
+        say(f"Plot: {plot} (also .svg and .pdf)")
+        say(f"Results: {saved}")
 
     def _conclude(self, planned: "Grid", directories: list[Path], about: dict[str, Any]) -> None:
         """Save the results, print the table and save the plots."""
@@ -105,7 +144,7 @@ class Reproduce:
         asked = [
             *self.names,
             self.task,
-            self.preset,
+            self.preset if self.names != ("rates",) else None,
             f"{self.seeds}-seeds" if self.seeds else None,
             f"from-{self.seed}" if self.seed != REPORTED_SEED else None,
             f"{self.trajectories}-trajectories" if self.trajectories else None,

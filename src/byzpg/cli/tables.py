@@ -12,9 +12,11 @@ from rich.table import Table
 from byzpg import envs
 from byzpg.cli.console import say
 from byzpg.cli.labels import method
+from byzpg.experiments.rates import Rates, comparisons
 from byzpg.experiments.results import Result, Results
 from byzpg.experiments.statistics import lower_median
 from byzpg.experiments.summaries import (
+    Estimate,
     attacker_weight,
     best_return,
     curve_names,
@@ -75,6 +77,62 @@ def experiments_table(results: Results) -> Table:
                     percent(attacker_weight(result)),
                 )
     return table
+
+
+def rates_tables(rates: Rates) -> list[Table]:
+    """The slope of every method, the trajectories it takes, how methods compare, κ, and the noise of corrections."""
+    slopes = _plain_table("Trajectories per agent until the mean of ‖∇J‖² so far is at most ε² [95 % interval]")
+    for column in (
+        "method",
+        "ε",
+        "slope",
+        "theory",
+        "factor for ε/2",
+        "trajectories at the least ε",
+        "setting there",
+        "stuck",
+    ):
+        slopes.add_column(column)
+    for each in rates.methods:
+        if not len(each.epsilons):
+            slopes.add_row(each.label, "none reached")
+            continue
+        several = len(each.epsilons) > 1
+        slopes.add_row(
+            each.label,
+            f"{each.epsilons[0]:g} to {each.epsilons[-1]:g}",
+            interval(each.fit()) if several else "–",
+            f"{each.slope:g}",
+            interval(each.factor()) if several else "–",
+            interval(each.estimate(-1), ",.0f"),
+            each.chosen[-1],
+            f"{each.stuck[-1]}",
+        )
+    compared = _plain_table("Comparisons [95 % interval]")
+    for column in ("what", "measured", "theory"):
+        compared.add_column(column)
+    for what, found, theory in comparisons(rates):
+        compared.add_row(what, interval(found), theory)
+    agreement = _plain_table("κ rounds of agreement: the last half of a run with 3 of 13 agents equivocating")
+    for column in ("κ", "honest diameter", "mean ‖∇J‖²"):
+        agreement.add_column(column, justify="right")
+    for rounds, diameter, floor in zip(rates.rounds, rates.diameters, rates.floors, strict=True):
+        agreement.add_row(f"{rounds}", f"{np.mean(diameter):.2g}", f"{np.mean(floor):.2g}")
+    noises = _plain_table("Variance of one trajectory's correction over that of its gradient; PAGE pays below (B/N)²")
+    noises.add_column("step")
+    noises.add_column("noise", justify="right")
+    for label, noise in rates.noises.items():
+        noises.add_row(label, f"{noise:.3g}")
+    return [slopes, compared, agreement, noises]
+
+
+def interval(estimate: Estimate, form: str = ".2f") -> str:
+    """A number and its interval."""
+    return f"{estimate.value:{form}} \\[{estimate.low:{form}}, {estimate.high:{form}}]"
+
+
+def _plain_table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
 
 
 def summary_table(names: Sequence[str], numbers: Sequence[str], common: str = "") -> Table:

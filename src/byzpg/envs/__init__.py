@@ -1,10 +1,11 @@
 """Tasks: environments written in JAX, and environments that run on the host."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
 from byzpg.envs import host
+from byzpg.envs.aliased_states import AliasedStates
 from byzpg.envs.cartpole import CartPole
 from byzpg.envs.host import HostTask
 from byzpg.envs.lunar_lander import LunarLander, LunarLanderContinuous
@@ -14,9 +15,11 @@ from byzpg.robust.components import unknown
 
 __all__ = [
     "ENVIRONMENTS",
+    "AliasedStates",
     "Box",
     "CartPole",
     "Discrete",
+    "Enumerable",
     "Environment",
     "HostTask",
     "LunarLander",
@@ -94,8 +97,21 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class Enumerable(Protocol):
+    """What an environment with few states offers in addition, so that J(θ) can be computed exactly."""
+
+    def every_observation(self) -> Array:
+        """What the agent sees in each state [state, feature]."""
+        ...
+
+    def expected_return(self, probabilities: Array, horizon: int, discount: Array | float) -> Array:
+        """J = E Σ_h γ^h r_h, for the probability of every action in every state [state, action]."""
+        ...
+
+
 ENVIRONMENTS: dict[str, type[Environment]] = {
-    member.name: member for member in (CartPole, LunarLander, LunarLanderContinuous, Pendulum)
+    member.name: member for member in (CartPole, LunarLander, LunarLanderContinuous, Pendulum, AliasedStates)
 }
 
 

@@ -24,6 +24,7 @@ from PIL import Image
 
 from byzpg._files import write_atomically
 from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Experiment, Panel, published_curves
+from byzpg.experiments.rates import Measured, Rates
 from byzpg.experiments.results import Result
 from byzpg.experiments.statistics import bootstrap_interval, even_grid, interquartile_mean, smooth_on_grid
 from byzpg.experiments.summaries import (
@@ -503,3 +504,98 @@ def _draw_heatmap(axes: Axes, panel: Panel, runs: Mapping[str, Result], metric: 
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+# Rates
+
+# The panels of trajectories against ε: the methods in each, by label.
+RATE_PANELS: dict[str, Sequence[str]] = {
+    "Large batches alone (p = 1) and PAGE": (
+        "p = 1, K = 1",
+        "p = 1, K = 16",
+        "PAGE, K = 1",
+        "PAGE, K = 16, all agents",
+    ),
+    "Who samples the small batches of PAGE": (
+        "PAGE, K = 1",
+        "PAGE, K = 4, server alone",
+        "PAGE, K = 4, all agents",
+        "PAGE, K = 16, server alone",
+        "PAGE, K = 16, all agents",
+    ),
+    "α = 1/8: 2 of 16 agents attack (ALIE)": tuple(
+        f"{algorithm}, {name}, α = 1/8" for algorithm in ("ByzPG", "DecByzPG") for name in ("p = 1", "PAGE")
+    ),
+    "α = 3/13: 3 of 13 agents attack (ALIE)": tuple(
+        f"{algorithm}, {name}, α = 3/13" for algorithm in ("ByzPG", "DecByzPG") for name in ("p = 1", "PAGE")
+    ),
+}
+
+
+def draw_rates(rates: Rates) -> Figure:
+    """Draw trajectories against ε with fitted and theoretical slopes, and what κ rounds of agreement leave."""
+    with pyplot.rc_context(STYLE):
+        figure = Figure(figsize=(13.5, 8.6), layout="constrained")
+        panels = figure.subplots(2, 3).ravel()
+        measured = {each.label: each for each in rates.methods}
+        for axes, (title, labels) in zip(panels, RATE_PANELS.items(), strict=False):
+            shown = [measured[label] for label in labels if label in measured and len(measured[label].epsilons)]
+            _draw_methods(axes, shown)
+            axes.set_title(title, fontsize=10.5, loc="left")
+        last = {"honest diameter after agreement": rates.diameters, "mean ‖∇J‖² of honest agents": rates.floors}
+        for axes, (what, values) in zip(panels[len(RATE_PANELS) :], last.items(), strict=True):
+            _draw_over_rounds(axes, rates.rounds, values, what)
+            axes.set_title("κ rounds of agreement (3 of 13 equivocate)", fontsize=10.5, loc="left")
+        figure.suptitle(
+            "Trajectories per agent until the mean of ‖∇J‖² so far is at most ε² (95 % intervals over seeds)",
+            fontsize=12.5,
+            fontweight="bold",
+        )
+    return figure
+
+
+def _draw_methods(axes: Axes, methods: Sequence[Measured]) -> None:
+    for number, each in enumerate(methods):
+        colour, x, y = COLOURS[number % len(COLOURS)], each.epsilons, each.trajectories
+        found = [each.estimate(at) for at in range(len(x))]
+        top = 4 * np.max(y)  # an interval may reach to infinity
+        errors = ([one.value - one.low for one in found], [min(one.high, top) - one.value for one in found])
+        label = each.label
+        if len(x) > 1:
+            fit = each.fit()
+            label += f": {fit.value:.1f} [{fit.low:.1f}, {fit.high:.1f}], theory {each.slope:.0f}".replace("-", "−")
+            theory = np.exp(np.mean(np.log(y))) * (x / np.exp(np.mean(np.log(x)))) ** each.slope
+            axes.plot(x, theory, color=colour, linestyle=":", linewidth=1.1)
+        marker = "os^Dv"[number % 5]
+        axes.errorbar(
+            x, y, errors, color=colour, marker=marker, markersize=4.5, capsize=2.5, linewidth=1.5, label=label
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    places = sorted({float(x) for each in methods for x in each.epsilons})
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.minorticks_off()
+    axes.set_xlabel("ε (dotted: the slope of the theory)")
+    axes.set_ylabel("trajectories per agent")
+    _tidy(axes)
+    if methods:
+        # Above the lines, which fall from the left to the right.
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high * (high / low) ** (0.1 + 0.075 * len(methods)))
+        axes.legend(frameon=False, fontsize=7.8, loc="upper right", title="fitted slope", title_fontsize=7.8)
+
+
+def _draw_over_rounds(axes: Axes, rounds: np.ndarray, values: np.ndarray, what: str) -> None:
+    found = [estimate(np.maximum(each, LEAST_DIAMETER), np.mean) for each in values if np.all(np.isfinite(each))]
+    known = [k for k, each in zip(rounds, values, strict=True) if np.all(np.isfinite(each))]
+    middle = np.array([each.value for each in found])
+    errors = np.array([[each.value - each.low for each in found], [each.high - each.value for each in found]])
+    axes.errorbar(known, middle, errors, color=COLOURS[0], marker="o", markersize=4.5, capsize=2.5, label="measured")
+    if len(known):
+        guide = middle[0] * 2.0 ** -(np.asarray(known) - known[0])
+        axes.plot(known, guide, color=MUTED, linestyle=":", label="halved by every round, 2^−κ")
+    axes.set_yscale("log")
+    axes.set_xlabel("agreement rounds κ")
+    axes.set_ylabel(what)
+    _tidy(axes)
+    axes.legend(frameon=False, fontsize=9)

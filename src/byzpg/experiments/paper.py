@@ -64,11 +64,16 @@ class Grid:
 
     def create_runs(self, folder: Path) -> list[Path]:
         """Create the directory of every run that has none yet, and return all of them."""
-        directories = [folder / name for name in self.settings]
-        for path, settings in zip(directories, self.settings.values(), strict=True):
-            if not (path / "config.json").is_file():
-                RunDirectory.create(path, settings)
-        return directories
+        return create_runs(folder, self.settings)
+
+
+def create_runs(folder: Path, settings: Mapping[str, Settings]) -> list[Path]:
+    """Create the directory of every run, by name, that has none yet, and return all of them."""
+    directories = [folder / name for name in settings]
+    for path, each in zip(directories, settings.values(), strict=True):
+        if not (path / "config.json").is_file():
+            RunDirectory.create(path, each)
+    return directories
 
 
 @dataclass(frozen=True)

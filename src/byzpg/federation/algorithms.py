@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from byzpg.envs import Task
+from byzpg.envs import Enumerable, Task
 from byzpg.federation.schedule import Conventions
 from byzpg.learning.gradients import (
     Correction,
@@ -26,6 +26,7 @@ from byzpg.learning.gradients import (
     Number,
     SmallBatch,
     corrected_gradient,
+    exact_gradient,
     gradient,
     per_agent,
 )
@@ -251,6 +252,13 @@ class Agent(Component):
         if self.optimizer == "sgd" and self.conventions.uses_realized_direction and not self.anchored:
             state = replace(state, direction=(agreed - before) / per_agent(self.step_size, agreed.ndim))
         return state
+
+    def gradient_squared(self, parameters: Array) -> Array:
+        """‖∇J(θ)‖² [agent] at parameters [agent, d], exactly; NaN where the task cannot tell."""
+        if not isinstance(self.env, Enumerable):
+            return jnp.full(len(parameters), jnp.nan)
+        exact = exact_gradient(self.env, self.policy, parameters, self.horizon, self.discount)
+        return jnp.sum(jnp.square(exact), axis=1)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Metrics(SampleMetrics, ExchangeMetrics):
 
     diameter_before: Array  # of honest θ̃, before agreement; NaN where there is none
     diameter_after: Array
+    gradient_squared: Array  # ‖∇J(θ_t)‖², exact, mean over honest holders of parameters; NaN unless the task has it
 
 
 METRICS = tuple(field.name for field in fields(Metrics))

@@ -767,11 +767,13 @@ class _Iteration:
             diameters = jnp.stack([first[0], last[-1]])
             agents = agent.settle(before.parameters, agents, _merge(agreed))
 
+        exact = _split(agent.gradient_squared(before.parameters), num_rows)
         metrics = Metrics(
             **vars(gradients.sampled),
             **vars(gradients.exchanged),
             diameter_before=diameters[0],
             diameter_after=diameters[1],
+            gradient_squared=_mean(self.draws.honest_players(code.num_holders), exact),
         )
         agents = self.by.kept(_split(agents, num_rows))
         return SimulationState(agents, gradients.histories, state.output, state.iteration + 1), metrics

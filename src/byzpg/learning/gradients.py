@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from byzpg.envs import Enumerable
 from byzpg.learning.policies import Policy, Weights
 from byzpg.learning.rollouts import Clock, Episodes
 from byzpg.robust.components import Component, by_platform, check_choice, check_positive
 
 # The purpose of a random number under an agent's key, beside those of rollouts.
 PLACE = 5
+# Numbers that a CPU's cache holds. Up to there, one operation on all agents is faster than a loop over them.
+IN_CACHE = 2**20
 
 # One number for all agents, or one per agent [agent].
 Number = float | Array
@@ -377,7 +380,8 @@ def weighted_scores(policy: Policy, parameters: Array, episodes: Episodes, coeff
     order = jnp.argsort(-longest)
 
     def add(span: Array, sums: Weights) -> Weights:
-        return by_platform(span, sums, cuda=of_all, default=of_running)
+        fits = coefficients.size * policy.observation_size <= IN_CACHE
+        return by_platform(span, sums, cuda=of_all, default=of_all if fits else of_running)
 
     sums = lax.fori_loop(0, _num_spans(episodes, clock), add, jax.tree.map(jnp.zeros_like, weights))
     flat = [part.reshape(num_sets, num_agents, -1) for part in jax.tree.leaves(sums)]
@@ -421,3 +425,24 @@ def corrected_gradient(
     opened = per_agent(health.gate if isinstance(gate, str) else gate, 2)
     # A closed gate also keeps out weights that have overflowed.
     return here + jnp.where(opened == 0, 0, opened * (direction - before)), health
+
+
+def exact_gradient(task: Enumerable, policy: Policy, parameters: Array, horizon: int, discount: Number) -> Array:
+    """Compute ∇J(θ) [agent, d] without sampling, on a task with few states and discrete actions.
+
+    Args:
+        task: The task.
+        policy: The policy's architecture.
+        parameters: θ [agent, d].
+        horizon: H.
+        discount: γ, one number or one per agent [agent].
+    """
+    observations = task.every_observation()
+
+    def expected_return(parameters: Array, discount: Array) -> Array:
+        weights = policy.unflatten(parameters)
+        outputs = policy.outputs(weights, observations)[:, None]  # [state, 1, action]
+        actions = jnp.arange(policy.num_outputs)
+        return task.expected_return(jnp.exp(policy.log_probability(weights, outputs, actions)), horizon, discount)
+
+    return jax.vmap(jax.grad(expected_return))(parameters, jnp.broadcast_to(discount, len(parameters)))
