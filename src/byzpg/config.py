@@ -108,7 +108,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
         "CartPole-v1": {"large_batch": 6, "step_size": 7e-3, "momentum": 0.9, "trajectories": 500},
-        "LunarLander-v3": {"large_batch": 15, "step_size": 2e-3, "momentum": 0.8, "trajectories": 2000},
+        "LunarLander-v3": {"large_batch": 15, "step_size": 2e-3, "momentum": 0.9, "trajectories": 2000},
         "Pendulum-v1": {"large_batch": 20, "discount": 0.99},
     },
     "paper": {"LunarLander-v3": {"step_size": 1e-3}},

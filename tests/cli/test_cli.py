@@ -263,13 +263,16 @@ def test_curves_are_named_after_what_tells_them_apart() -> None:
     attacked = names(ours, replace(ours, attack="LargeNoise"))
     assert attacked == ["DecByzPG with RFA, AvgZero", "DecByzPG with RFA, LargeNoise"]
     assert names(ours, replace(ours, seed=1)) == ["a", "b"]
-    assert names(Config(algorithm="PAGE-PG"), plain)[0] == "PAGE-PG"
+    assert names(Config(algorithm="PAGE-PG"), plain)[0] == "PAGE-PG (no momentum)"
     # What is called PAGE-PG need not use PAGE: curves tell the p in which they differ, and what they have in common.
     page = Config(algorithm="PAGE-PG", switch_probability=0.2)
     assert names(page, replace(page, switch_probability=1.0)) == ["PAGE-PG (p = 0.2)", "PAGE-PG (p = 1)"]
     estimator = "GPOMDP(baseline='leave-one-out')"
-    assert curves({first: a_run(page), second: a_run(replace(page, switch_probability=1.0))})[1] == estimator
-    without = f"{estimator}, p = 1, so without small batches and the PAGE correction"
+    assert (
+        curves({first: a_run(page), second: a_run(replace(page, switch_probability=1.0))})[1]
+        == f"{estimator}, no momentum"
+    )
+    without = f"{estimator}, momentum 0.9, p = 1, so without small batches and the PAGE correction"
     assert curves({first: a_run(plain)})[1] == without
     assert without in str(runs_table({first: a_run(plain)}, with_paths=False).caption)
 

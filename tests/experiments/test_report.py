@@ -353,15 +353,16 @@ def test_every_curve_is_shown_with_the_estimator_and_p_that_were_used(results: R
     for experiment in results.experiments:
         names[experiment.name], notes[experiment.name] = curve_names(experiment, results.runs)
     estimator = "GPOMDP(baseline='leave-one-out')"
-    without = f"{estimator}, p = 1, so without small batches and the PAGE correction."
-    assert notes["fig1"] == f"Ours: {without} Published: p = 0.2."
+    without = "p = 1, so without small batches and the PAGE correction."
+    assert notes["fig1"] == f"Ours: {estimator}, {without} Published: p = 0.2."
+    assert {"PAGE-PG K=1 (no momentum)", "DecByzPG K=13 (momentum 0.9)"} <= set(names["fig1"].values())
     assert notes["fig2"].startswith(notes["fig1"])
     rounding = "Dec-PAGE-PG K=13 α=3/13 under AvgZero shows rounding alone"
     assert rounding in notes["fig2"]
-    assert notes["rotating"] == f"All runs: {without}"
+    assert notes["rotating"] == f"All runs: {estimator}, momentum 0.9, {without}"
     assert notes["averaging"].count("shows rounding alone") == 1
     assert "Plain averaging, ε = 1e-8 under" in notes["averaging"]
-    assert notes["ablation"] == f"All runs: {estimator}."
+    assert notes["ablation"] == f"All runs: {estimator}, no momentum."
     assert {"PAGE as printed (p = 0.2)", "p = 1, N = 15"} <= set(names["ablation"].values())
     _, figure = drawn(results, "fig2")
     texts = [" ".join(text.get_text().split()) for text in figure.texts]
@@ -593,7 +594,7 @@ def test_nothing_overflows_and_every_figure_is_seen(open_page: Callable[..., Pag
             "[...document.querySelectorAll('svg[role=img]')].map(e => e.getBoundingClientRect())"
             ".map(box => [box.width, box.height])"
         )
-        assert len(boxes) == 16 + 4 + 1 + 3 + 2 + 3 + 6 + 2 + 3
+        assert len(boxes) == 16 + 4 + 8 + 2 + 1 + 3 + 2 + 3 + 6 + 2 + 3
         assert np.all(np.array(boxes) > (280, 180))
         columns = page.evaluate(
             "new Set([...document.querySelectorAll('#tuned-fig2 .panel')]"
@@ -662,19 +663,22 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
     page = open_page()
     published_rows = rows_of(page, "#tuned-published")
     assert page.locator("#tuned-published th[scope=row]").count() == 60
-    assert published_rows["Figure 2, AvgZero", "DecByzPG K=13 α=3/13"] == [
+    assert published_rows["Figure 2, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.9)"] == [
         *("4,750", "2,100", "2,100 [2,100, 2,100]", "2.1× sooner; ends lower")
     ]
-    assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13"] == [
+    assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.9)"] == [
         *("never", "never", "never [never, never]", "neither reaches it")
     ]
-    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13"] == ["1", "−30 ± 2", "−31"]
-    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13"][::2] == ["not visible", "ends higher"]
+    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.9)"] == ["1", "−30 ± 2", "−31"]
+    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.9)"][::2] == [
+        "not visible",
+        "ends higher",
+    ]
     numbers = rows_of(page, "#tuned-fig2")
-    assert numbers["AvgZero", "DecByzPG K=13 α=3/13"] == [
+    assert numbers["AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.9)"] == [
         *("470 ± 8", "470 [460, 480]", "2,100 [2,100, 2,100]", "1.00 [1.00, 1.00]")
     ]
-    assert numbers["All panels", "PAGE-PG K=1 α=0"][3] == ""
+    assert numbers["All panels", "PAGE-PG K=1 α=0 (no momentum)"][3] == ""
     assert numbers["", "DecByzPG K=13 α=3/13, all attacks"][3] == "1.00 [1.00, 1.00]"
     assert len(numbers) == 2 + 2 * 3 + 1
     rules = rows_of(page, "#tuned-heatmap")
@@ -715,7 +719,7 @@ def test_the_page_says_how_to_reproduce_it_and_what_differs(open_page: Callable[
     caption = page.inner_text("#tuned-fig6 figcaption")
     assert "AvgZero: Fed-PAGE-PG K=13 α=3/13 leaves the axes, down to −900." in caption
     assert "leaves" not in page.inner_text("#tuned-fig3 figcaption")
-    assert page.locator("figure figcaption").count() == page.locator("figure[aria-label]").count() == 14
+    assert page.locator("figure figcaption").count() == page.locator("figure[aria-label]").count() == 16
     assert page.locator("svg[role=img]:not([aria-label])").count() == 0
 
 

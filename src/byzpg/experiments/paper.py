@@ -200,7 +200,7 @@ def _ablation(build: _Builder) -> Experiment:
 
     def panel(title: str, env: str, step_size: float) -> Panel:
         shared: dict[str, Any] = {"env": env, "step_size": step_size, "num_byzantine": 3, "attack": "AvgZero"}
-        shared |= lengths[env]
+        shared |= {"momentum": 0.0, **lengths[env]}
         page: dict[str, Any] = batches[env] | {"switch_probability": 0.2}
         if build.scope.preset == "script":  # the correction is the paper's in every preset
             page["conventions"] = "AuthorsScript(coin=False, memory=False)"
@@ -238,9 +238,13 @@ def _momentum(build: _Builder) -> Experiment:
     def panel(title: str, env: str, attack: str) -> Panel:
         shared: dict[str, Any] = {"env": env, "attack": attack, "num_byzantine": 3, **lengths[env]}
         tuned = PRESETS_BY_TASK["tuned"][env]
+        settings = {
+            f"momentum {tuned['momentum']:g}": {name: tuned[name] for name in _WITHOUT_MOMENTUM[env]},
+            "no momentum": _WITHOUT_MOMENTUM[env],
+        }
         cells = [
-            build.cell(f"momentum {options['momentum']:g}, N = {options['large_batch']}", **shared, **options)
-            for options in ({name: tuned[name] for name in _WITHOUT_MOMENTUM[env]}, _WITHOUT_MOMENTUM[env])
+            build.cell(f"{label}, N = {options['large_batch']}", **shared, **options)
+            for label, options in settings.items()
         ]
         return Panel(f"{title}, {attack}", env, tuple(cells))
 

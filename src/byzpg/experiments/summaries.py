@@ -44,9 +44,10 @@ RESCALED_ROUNDING = 1e-7
 # How the curves came about
 
 
-def gradient_estimate(settings: Settings) -> tuple[str, str]:
-    """How agents estimate gradients: the estimator, and p. With p = 1, no algorithm uses the PAGE correction."""
-    return str(settings.estimator).removesuffix("()"), f"p = {settings.switch_probability:g}"
+def gradient_estimate(settings: Settings) -> tuple[str, str, str]:
+    """How agents estimate gradients: estimator, momentum and p. With p = 1, no algorithm uses the PAGE correction."""
+    momentum = f"momentum {settings.momentum:g}" if settings.momentum else "no momentum"
+    return str(settings.estimator).removesuffix("()"), momentum, f"p = {settings.switch_probability:g}"
 
 
 def estimates_apart(settings: Sequence[Settings]) -> tuple[list[list[str]], str]:
