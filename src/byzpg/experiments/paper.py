@@ -226,7 +226,7 @@ def _ablation(build: _Builder) -> Experiment:
 
 # What learns fastest without momentum under these attacks, by `benchmarks/tuning.py`; what is left out is the preset's.
 _WITHOUT_MOMENTUM: dict[str, dict[str, Any]] = {
-    CARTPOLE: {"momentum": 0.0, "large_batch": 8, "step_size": 2e-2},
+    CARTPOLE: {"momentum": 0.0, "large_batch": 6, "step_size": 2e-2},
     LUNARLANDER: {"momentum": 0.0, "large_batch": 45, "step_size": 5e-3},
 }
 
@@ -261,11 +261,15 @@ def _momentum(build: _Builder) -> Experiment:
     )
 
 
+_PAGE: dict[str, Any] = {"momentum": 0.0, "large_batch": 15, "small_batch": 4, "switch_probability": 0.25}
 # The settings of each way to lower the variance that learn fastest under AvgZero, by `benchmarks/tuning.py variance`.
 _VARIANTS: dict[str, dict[str, Any]] = {
-    "momentum": {"momentum": 0.8, "large_batch": 6, "step_size": 1e-2},
-    "momentum with transport": {"momentum": 0.8, "transport": True, "large_batch": 6, "step_size": 5e-3},
-    "no momentum": {"momentum": 0.0, "large_batch": 6, "step_size": 2e-2},
+    "momentum": {name: PRESETS_BY_TASK["tuned"][CARTPOLE][name] for name in _WITHOUT_MOMENTUM[CARTPOLE]},
+    "momentum and transport": {"momentum": 0.9, "transport": True, "large_batch": 5, "step_size": 1e-2},
+    "no momentum": _WITHOUT_MOMENTUM[CARTPOLE],
+    "PAGE, per decision": _PAGE | {"importance": "ImportanceWeights(mode='per-decision')", "step_size": 2e-2},
+    "PAGE, defensive": _PAGE | {"importance": "DefensiveSampling(mode='per-decision')", "step_size": 2e-2},
+    "PAGE, Hessian": _PAGE | {"importance": "HessianVector()", "step_size": 1e-2},
 }
 
 
