@@ -107,7 +107,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # What presets change in some tasks.
 PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
-        "CartPole-v1": {"large_batch": 6, "step_size": 7e-3, "momentum": 0.9, "trajectories": 500},
+        "CartPole-v1": {"large_batch": 6, "step_size": 1e-2, "momentum": 0.9, "trajectories": 500},
         "LunarLander-v3": {"large_batch": 15, "step_size": 2e-3, "momentum": 0.9, "trajectories": 2000},
         "Pendulum-v1": {"large_batch": 20, "discount": 0.99},
     },
