@@ -61,7 +61,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "tuned": {
         "optimizer": "adam",
-        "step_size": 1e-2,
+        "step_size": 7e-3,
         "large_batch": 6,
         "momentum": 0.9,
         "switch_probability": 1.0,

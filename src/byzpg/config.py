@@ -107,8 +107,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 # What presets change in some tasks.
 PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
-        "CartPole-v1": {"large_batch": 6, "step_size": 1e-2, "momentum": 0.9, "trajectories": 500},
-        "LunarLander-v3": {"large_batch": 15, "step_size": 2e-3, "momentum": 0.9, "trajectories": 2000},
+        "CartPole-v1": {"large_batch": 6, "step_size": 7e-3, "momentum": 0.9, "trajectories": 500},
+        "LunarLander-v3": {"trajectories": 3000},
         "Pendulum-v1": {"large_batch": 20, "discount": 0.99},
     },
     "paper": {"LunarLander-v3": {"step_size": 1e-3}},
@@ -120,7 +120,7 @@ PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
 PRESETS_ALONE: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
         "CartPole-v1": {"large_batch": 15, "step_size": 2e-2, "momentum": 0.0, "trajectories": 1200},
-        "LunarLander-v3": {"large_batch": 45, "step_size": 5e-3, "momentum": 0.0, "trajectories": 5000},
+        "LunarLander-v3": {"trajectories": 5000},
     },
 }
 

@@ -354,9 +354,12 @@ def test_every_curve_is_shown_with_the_estimator_and_p_that_were_used(results: R
         names[experiment.name], notes[experiment.name] = curve_names(experiment, results.runs)
     estimator = "GPOMDP(baseline='leave-one-out')"
     without = "p = 1, so without small batches and the PAGE correction."
-    assert notes["fig1"] == f"Ours: {estimator}, {without} Published: p = 0.2."
-    assert {"PAGE-PG K=1 (no momentum)", "DecByzPG K=13 (momentum 0.9)"} <= set(names["fig1"].values())
-    assert notes["fig2"].startswith(notes["fig1"])
+    assert notes["fig1"] == (
+        f"Ours: {estimator}, {without} Published: p = 0.2. CartPole-v1, no momentum: PAGE-PG K=1. CartPole-v1, momentum "
+        "0.9: DecByzPG K=5, DecByzPG K=13. LunarLander-v3, no momentum: PAGE-PG K=1, DecByzPG K=5, DecByzPG K=13."
+    )
+    assert {"PAGE-PG K=1", "DecByzPG K=13"} <= set(names["fig1"].values())
+    assert notes["fig2"].startswith(f"Ours: {estimator}, {without} Published: p = 0.2.")
     rounding = "Dec-PAGE-PG K=13 α=3/13 under AvgZero shows rounding alone"
     assert rounding in notes["fig2"]
     assert notes["rotating"] == f"All runs: {estimator}, momentum 0.9, {without}"
@@ -663,22 +666,22 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
     page = open_page()
     published_rows = rows_of(page, "#tuned-published")
     assert page.locator("#tuned-published th[scope=row]").count() == 60
-    assert published_rows["Figure 2, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.9)"] == [
+    assert published_rows["Figure 2, AvgZero", "DecByzPG K=13 α=3/13"] == [
         *("4,750", "2,100", "2,100 [2,100, 2,100]", "2.1× sooner; ends lower")
     ]
-    assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.9)"] == [
+    assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13"] == [
         *("never", "never", "never [never, never]", "neither reaches it")
     ]
-    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.9)"] == ["1", "−30 ± 2", "−31"]
-    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.9)"][::2] == [
+    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13"] == ["1", "−30 ± 2", "−31"]
+    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13"][::2] == [
         "not visible",
         "ends higher",
     ]
     numbers = rows_of(page, "#tuned-fig2")
-    assert numbers["AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.9)"] == [
+    assert numbers["AvgZero", "DecByzPG K=13 α=3/13"] == [
         *("470 ± 8", "470 [460, 480]", "2,100 [2,100, 2,100]", "1.00 [1.00, 1.00]")
     ]
-    assert numbers["All panels", "PAGE-PG K=1 α=0 (no momentum)"][3] == ""
+    assert numbers["All panels", "PAGE-PG K=1 α=0"][3] == ""
     assert numbers["", "DecByzPG K=13 α=3/13, all attacks"][3] == "1.00 [1.00, 1.00]"
     assert len(numbers) == 2 + 2 * 3 + 1
     rules = rows_of(page, "#tuned-heatmap")

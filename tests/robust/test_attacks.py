@@ -300,7 +300,9 @@ def test_line_search_finds_the_worst_factor(search, rule):
 
 
 @pytest.mark.parametrize(
-    ("rule", "twin"), [(aggregators.Krum(), twins.krum), (aggregators.TrimmedMean(), twins.trimmed_mean)], ids=str
+    ("rule", "twin"),
+    [(aggregators.Krum(), twins.krum), (aggregators.TrimmedMean(), twins.trimmed_mean)],
+    ids=["Krum", "TrimmedMean"],
 )
 def test_normalized_is_optimized_against_the_rule_in_use(rule, twin):
     false_messages = jax.jit(attacks.Normalized(candidates=8).false_messages)

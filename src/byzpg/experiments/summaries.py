@@ -75,11 +75,13 @@ def curve_names(experiment: Experiment, runs: Mapping[str, Result]) -> tuple[dic
     telling, common = estimates_apart([runs[cell.run].settings for cell in cells])
     by_label: dict[str, dict[str, None]] = {}
     for cell, parts in zip(cells, telling, strict=True):
-        by_label.setdefault(cell.label, {}).update(dict.fromkeys(parts))
+        momentum = gradient_estimate(runs[cell.run].settings)[1]  # may differ by task, so a sentence tells it
+        by_label.setdefault(cell.label, {}).update(dict.fromkeys(part for part in parts if part != momentum))
     published = any(panel.published for panel in experiment.panels)
     sentences = [f"{'Ours' if published else 'All runs'}: {common}."] if common else []
     if published:
         sentences.append(f"Published: p = {PAPER['switch_probability']:g}.")
+    sentences += _momenta(experiment, runs)
     rounding = dict.fromkeys(cell.label for cell in cells if shows_rounding(runs[cell.run].settings))
     if rounding:
         sentences.append(
@@ -87,6 +89,18 @@ def curve_names(experiment: Experiment, runs: Mapping[str, Result]) -> tuple[dic
             "and Adam rescales it to full steps."
         )
     return {label: named(label, list(parts)) for label, parts in by_label.items()}, " ".join(sentences)
+
+
+def _momenta(experiment: Experiment, runs: Mapping[str, Result]) -> list[str]:
+    """Which curves have momentum, by task, unless all of them have the same."""
+    labels: dict[tuple[str, str], dict[str, None]] = {}
+    for panel in experiment.panels:
+        for cell in panel.cells:
+            momentum = gradient_estimate(runs[cell.run].settings)[1]
+            labels.setdefault((panel.task, momentum), {})[cell.label] = None
+    if len({momentum for _, momentum in labels}) == 1:
+        return []
+    return [f"{task}, {momentum}: {', '.join(of)}." for (task, momentum), of in labels.items()]
 
 
 def shows_rounding(settings: Settings) -> bool:
