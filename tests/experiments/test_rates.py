@@ -131,12 +131,14 @@ def test_tuning_seeds_are_not_reported() -> None:
 def test_methods_like_another_one_have_its_total_batches() -> None:
     methods = {method.label: method for method in rates.METHODS}
     assert len(methods) == len(rates.METHODS)
+
+    def totals(method: Method) -> list[tuple[int, int]]:
+        return [(large * method.num_agents, small * method.num_agents * method.page) for large, small in method.batches]
+
     for method in methods.values():
         if method.like:
-            alone = methods[method.like]
-            total = [(large * method.num_agents, small * method.num_agents) for large, small in method.batches]
-            assert total == list(alone.batches) or not method.page
-            assert [large for large, _ in total] == [large for large, _ in alone.batches]
+            assert totals(method) == totals(methods[method.like])
+            assert method.step_sizes == methods[method.like].step_sizes
 
 
 def byzpg(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

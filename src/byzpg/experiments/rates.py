@@ -41,7 +41,7 @@ NUM_SEEDS = 10
 # A setting learns if the return of its worst seed at the end has come this share of the way from the uniform policy to
 # the best one.
 LEARNED = 0.8
-# A setting is chosen for ε only if tuning reaches ε in this share of its trajectories: that leaves room for worse seeds.
+# A setting is chosen for ε only if tuning reaches ε in this share of its trajectories: there is room for worse seeds.
 ROOM = 1 / 3
 # Points of trajectories at which running means are kept; two neighbours are about 2 % apart.
 NUM_POINTS = 400
