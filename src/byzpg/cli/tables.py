@@ -80,18 +80,12 @@ def experiments_table(results: Results) -> Table:
 
 
 def rates_tables(rates: Rates) -> list[Table]:
-    """The slope of every method, the trajectories it takes, how methods compare, κ, and the noise of corrections."""
+    """The slope of every method, the trajectories it takes, how methods compare, κ, and the noise of corrections.
+
+    Stuck are the seeds that end on a plateau at the least ε.
+    """
     slopes = _plain_table("Trajectories per agent until the mean of ‖∇J‖² so far is at most ε² [95 % interval]")
-    for column in (
-        "method",
-        "ε",
-        "slope",
-        "theory",
-        "factor for ε/2",
-        "trajectories at the least ε",
-        "setting there",
-        "stuck",
-    ):
+    for column in ("method", "ε", "slope", "theory", "factor for ε/2", "at the least ε", "stuck"):
         slopes.add_column(column)
     for each in rates.methods:
         if not len(each.epsilons):
@@ -105,7 +99,6 @@ def rates_tables(rates: Rates) -> list[Table]:
             f"{each.slope:g}",
             interval(each.factor()) if several else "–",
             interval(each.estimate(-1), ",.0f"),
-            each.chosen[-1],
             f"{each.stuck[-1]}",
         )
     compared = _plain_table("Comparisons [95 % interval]")

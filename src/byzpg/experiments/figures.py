@@ -566,10 +566,13 @@ def _draw_methods(axes: Axes, methods: Sequence[Measured]) -> None:
             label += f": {fit.value:.1f} [{fit.low:.1f}, {fit.high:.1f}], theory {each.slope:.0f}".replace("-", "−")
             theory = np.exp(np.mean(np.log(y))) * (x / np.exp(np.mean(np.log(x)))) ** each.slope
             axes.plot(x, theory, color=colour, linestyle=":", linewidth=1.1)
-        marker = "os^Dv"[number % 5]
-        axes.errorbar(
-            x, y, errors, color=colour, marker=marker, markersize=4.5, capsize=2.5, linewidth=1.5, label=label
-        )
+        # Later lines are thinner, so that of two equal ones both are seen.
+        look: dict[str, Any] = {
+            "marker": "os^Dv"[number % 5],
+            "markersize": 7 - number,
+            "linewidth": 2.8 - 0.45 * number,
+        }
+        axes.errorbar(x, y, errors, color=colour, capsize=2.5, elinewidth=1.2, label=label, **look)
     axes.set_xscale("log")
     axes.set_yscale("log")
     places = sorted({float(x) for each in methods for x in each.epsilons})

@@ -33,13 +33,16 @@ from byzpg.training import simulation_of
 
 TASK = "AliasedStates-v1"
 EPSILONS = (0.24, 0.17, 0.12, 0.085, 0.06, 0.042)
-STEP_SIZES = (0.06, 0.12, 0.25, 0.5, 1.0)
-# Settings are chosen on these seeds; reported ones start from `config.REPORTED_SEED`.
-TUNING_SEED, TUNING_SEEDS = 100, 4
+STEP_SIZES = (0.12, 0.25, 0.5)
+# Settings are chosen on these seeds; reported ones start from `config.REPORTED_SEED`. Few seeds would not do: with the
+# heavy tails of importance weights, a step size that is too large looks fast on most of them.
+TUNING_SEED, TUNING_SEEDS = 100, 12
 NUM_SEEDS = 10
 # A setting learns if the return of its worst seed at the end has come this share of the way from the uniform policy to
 # the best one.
 LEARNED = 0.8
+# A setting is chosen for ε only if tuning reaches ε in this share of its trajectories: there is room for worse seeds.
+ROOM = 1 / 3
 # Points of trajectories at which running means are kept; two neighbours are about 2 % apart.
 NUM_POINTS = 400
 RESAMPLES = 1000
@@ -93,11 +96,11 @@ class Method:
 def federation(**options: Any) -> Settings:
     """What all runs have in common: plain SGD, GPOMDP without a baseline, a policy that is a table.
 
-    The rule is the exact mean at f = 0, as the theorems ask. All settings that are compared in tuning share one coin.
+    The rule is the exact mean at f = 0, as the theorems ask.
     """
     if options["algorithm"] in ("ByzPG", "DecByzPG"):
         options["aggregator"] = "NNM(TrimmedMean())"
-    shared: dict[str, Any] = {"discount": 1.0, "hidden": (), "output_tanh": False, "attack": "ALIE", "coins": "shared"}
+    shared: dict[str, Any] = {"discount": 1.0, "hidden": (), "output_tanh": False, "attack": "ALIE"}
     shared |= {"seed": TUNING_SEED, "num_seeds": TUNING_SEEDS}
     return Config(env=TASK, preset="paper", optimizer="sgd", **(shared | options)).resolved()
 
@@ -107,30 +110,40 @@ def _divided(batches: Sequence[tuple[int, int]], num_agents: int) -> tuple[tuple
 
 
 ALONE = ((64, 1), (256, 1), (1024, 1))
-ALONE_PAGE = ((64, 16), (256, 32), (1024, 32), (1024, 64), (4096, 64))
-SERVER = ((64, 16), (256, 32))
+ALONE_PAGE = ((64, 16), (256, 64), (1024, 64), (4096, 128))
 # For α > 0: large batches alone, all agents, the server alone.
-ATTACKED, ATTACKED_PAGE, ATTACKED_SERVER = ((16, 1), (64, 1)), ((64, 4), (256, 8)), SERVER
+ATTACKED, ATTACKED_PAGE, ATTACKED_SERVER = ((16, 1), (64, 1)), ((64, 4), (256, 8)), ((64, 16), (256, 32))
+ATTACKERS = {"1/8": (16, 2), "3/13": (13, 3)}  # α: K and f
+
+
+def _attacked(share: str) -> tuple[Method, ...]:
+    num_agents, num_byzantine = ATTACKERS[share]
+
+    def method(algorithm: str, name: str, page: bool, batches: tuple[tuple[int, int], ...], like: str = "") -> Method:
+        label = f"{algorithm}, {name}, α = {share}"
+        return Method(label, algorithm, num_agents, page, batches, 600, num_byzantine, like=like)
+
+    return (
+        method("ByzPG", "p = 1", False, ATTACKED),
+        # ALIE sends the same to all, so that all agents do what a server would.
+        method("DecByzPG", "p = 1", False, ATTACKED, like=f"ByzPG, p = 1, α = {share}"),
+        method("ByzPG", "PAGE", True, ATTACKED_SERVER),
+        method("DecByzPG", "PAGE", True, ATTACKED_PAGE),
+    )
+
+
 # The mean over K agents with batches N and B has the law of one agent with batches NK and BK.
 METHODS = (
-    Method("p = 1, K = 1", "PAGE-PG", 1, False, ALONE, 1000),
-    Method("p = 1, K = 4", "ByzPG", 4, False, _divided(ALONE, 4), 1000, like="p = 1, K = 1"),
-    Method("p = 1, K = 16", "ByzPG", 16, False, _divided(ALONE, 16), 1000, like="p = 1, K = 1"),
+    Method("p = 1, K = 1", "PAGE-PG", 1, False, ALONE, 800),
+    Method("p = 1, K = 4", "ByzPG", 4, False, _divided(ALONE, 4), 800, like="p = 1, K = 1"),
+    Method("p = 1, K = 16", "ByzPG", 16, False, _divided(ALONE, 16), 800, like="p = 1, K = 1"),
     Method("PAGE, K = 1", "PAGE-PG", 1, True, ALONE_PAGE),
     Method("PAGE, K = 4, all agents", "DecByzPG", 4, True, _divided(ALONE_PAGE, 4), like="PAGE, K = 1"),
     Method("PAGE, K = 16, all agents", "DecByzPG", 16, True, _divided(ALONE_PAGE, 16), like="PAGE, K = 1"),
-    Method("PAGE, K = 4, server alone", "ByzPG", 4, True, (*SERVER, (1024, 64))),
-    Method("PAGE, K = 16, server alone", "ByzPG", 16, True, ((16, 8), *SERVER, (256, 16))),
-    *(
-        Method(f"{algorithm}, {name}, α = {share}", algorithm, agents, page, batches, 400, byzantine, (0.25, 0.5))
-        for agents, byzantine, share in ((16, 2, "1/8"), (13, 3, "3/13"))
-        for algorithm, name, page, batches in (
-            ("ByzPG", "p = 1", False, ATTACKED),
-            ("DecByzPG", "p = 1", False, ATTACKED),
-            ("ByzPG", "PAGE", True, ATTACKED_SERVER),
-            ("DecByzPG", "PAGE", True, ATTACKED_PAGE),
-        )
-    ),
+    Method("PAGE, K = 4, server alone", "ByzPG", 4, True, ((64, 16), (256, 32), (256, 64))),
+    Method("PAGE, K = 16, server alone", "ByzPG", 16, True, ((16, 8), (64, 16), (256, 32), (256, 64))),
+    *_attacked("1/8"),
+    *_attacked("3/13"),
 )
 # Rounds of agreement κ, and the federation that is measured with them.
 ROUNDS = (0, 1, 2, 3, 4, 6, 8)
@@ -165,8 +178,8 @@ class Scope:
             )
 
     def reported(self, settings: Settings) -> Settings:
-        """The setting on the reported seeds, each with a coin of its own."""
-        return replace(settings, seed=self.seed, num_seeds=self.num_seeds, coins="per-seed")
+        """The setting on the reported seeds."""
+        return replace(settings, seed=self.seed, num_seeds=self.num_seeds)
 
     def tuning_settings(self) -> list[Settings]:
         """What is trained first, on the tuning seeds."""
@@ -195,7 +208,7 @@ class Scope:
             ]
             curves = [Curve.of(run) if np.all(learned(run)) else None for run in tried]
             for epsilon in EPSILONS:
-                needed = [inf if curve is None else curve.reach(epsilon) for curve in curves]
+                needed = [inf if curve is None else curve.reach(epsilon, ROOM) for curve in curves]
                 if min(needed) < inf:
                     chosen[method.label, epsilon] = self.reported(candidates[int(np.argmin(needed))])
         return chosen
@@ -222,9 +235,10 @@ class Curve:
         places = [np.searchsorted(total, points * (1 + 1e-9), side="right") - 1 for total in totals]
         return cls(points, np.stack([mean[place] for mean, place in zip(means, places, strict=True)]))
 
-    def reach(self, epsilon: float) -> float:
-        """Trajectories until the mean over seeds is at most ε²; ∞ if it never is."""
-        return float(first_reach(self.points, np.mean(self.means, axis=0), epsilon))
+    def reach(self, epsilon: float, share: float = 1.0) -> float:
+        """Trajectories until the mean over seeds is at most ε²; ∞ if it is not within this share of the run."""
+        found = float(first_reach(self.points, np.mean(self.means, axis=0), epsilon))
+        return found if found <= share * self.points[-1] else inf
 
     def resampled(self, drawn: np.ndarray, epsilon: float) -> np.ndarray:
         """As `reach`, for resampled seeds [resample, seed]."""
