@@ -355,8 +355,9 @@ def test_every_curve_is_shown_with_the_estimator_and_p_that_were_used(results: R
     estimator = "GPOMDP(baseline='leave-one-out')"
     without = "p = 1, so without small batches and the PAGE correction."
     assert notes["fig1"] == (
-        f"Ours: {estimator}, {without} Published: p = 0.2. CartPole-v1, no momentum: PAGE-PG K=1. CartPole-v1, momentum "
-        "0.9: DecByzPG K=5, DecByzPG K=13. LunarLander-v3, no momentum: PAGE-PG K=1, DecByzPG K=5, DecByzPG K=13."
+        f"Ours: {estimator}, {without} Published: p = 0.2. CartPole-v1, no momentum: PAGE-PG K=1. CartPole-v1, "
+        "momentum 0.9: DecByzPG K=5, DecByzPG K=13. LunarLander-v3, no momentum: PAGE-PG K=1, DecByzPG K=5, DecByzPG "
+        "K=13."
     )
     assert {"PAGE-PG K=1", "DecByzPG K=13"} <= set(names["fig1"].values())
     assert notes["fig2"].startswith(f"Ours: {estimator}, {without} Published: p = 0.2.")
