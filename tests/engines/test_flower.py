@@ -365,6 +365,7 @@ def test_byzpg_learns_beside_an_attacker_and_plain_averaging_does_not(
     tolerated = {"algorithm": algorithm, "num_byzantine": int(algorithm == "ByzPG")}
     # Few rounds of large steps: every round costs the serialisation of all messages.
     batches = {"large_batch": 15, "switch_probability": 1.0, "horizon": 200, "trajectories": 270, "step_size": 0.08}
+    batches |= {"momentum": 0.0}
     run, _ = flower_run(tmp_path, **batches, **tolerated, **attacked)
     last = float(np.mean(run.returns[0, -4:]))
     assert last > 160 if algorithm == "ByzPG" or attack is None else last < 50, last
@@ -532,6 +533,7 @@ def test_in_a_deployment_byzpg_learns_beside_an_attacker_and_plain_averaging_doe
 ) -> None:
     """CartPole, with 1 attacker among 4 clients. Few rounds of many episodes: every round costs seconds."""
     batches = {"large-batch": 150, "trajectories": 1200, "step-size": 0.15, "horizon": 500, "switch-probability": 1.0}
+    batches |= {"momentum": 0.0}
     attacked = {"rehearsal-attack": attack, "rehearsal-attackers": "3"} if attack else {}
     tolerated = {"algorithm": algorithm, "num-byzantine": int(algorithm == "ByzPG")}
     four_nodes.run(**{**SHORT, **batches, **tolerated, **attacked})

@@ -667,14 +667,14 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
     page = open_page()
     published_rows = rows_of(page, "#tuned-published")
     assert page.locator("#tuned-published th[scope=row]").count() == 60
-    assert published_rows["Figure 2, AvgZero", "DecByzPG K=13 α=3/13"] == [
+    assert published_rows["Figure 2, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.9)"] == [
         *("4,750", "2,100", "2,100 [2,100, 2,100]", "2.1× sooner; ends lower")
     ]
-    assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13"] == [
+    assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.9)"] == [
         *("never", "never", "never [never, never]", "neither reaches it")
     ]
-    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13"] == ["1", "−30 ± 2", "−31"]
-    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13"][::2] == [
+    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13 (no momentum)"] == ["1", "−30 ± 2", "−31"]
+    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13 (no momentum)"][::2] == [
         "not visible",
         "ends higher",
     ]

@@ -111,6 +111,7 @@ def test_transport_keeps_a_history_from_lagging_behind_where_the_return_is_quadr
         learner = agent(momentum=0.75, transport=transport, optimizer="sgd")
         state = learner.initial(jnp.asarray(draws(1, learner.policy.dimension)[0]))
         history, message = learner.initial_history(state.parameters), state.parameters
+        before = state
         for _ in range(60):
             points = learner.points(state, jax.random.split(KEY, 2), large=True)[:, 0]
             history, message = learner.remember(history, -points)

@@ -148,10 +148,8 @@ def test_a_worker_remembers_each_batch_once_also_in_another_process() -> None:
     settings = Config(**SERVED).resolved()
     federation = settings.federation()
     parameters = np.asarray(settings.schedule().initial_parameters(federation.agent.policy))
-    worker, plain = (
-        Worker(federation, 2, KEY),
-        Worker(Config(**SERVED | {"momentum": 0.0}).resolved().federation(), 2, KEY),
-    )
+    without: dict[str, Any] = SERVED | {"momentum": 0.0}
+    worker, plain = Worker(federation, 2, KEY), Worker(Config(**without).resolved().federation(), 2, KEY)
     estimates = [plain.gradient(iteration, parameters) for iteration in (0, 3, 4)]
     assert plain.memory == {}
     np.testing.assert_allclose(worker.gradient(0, parameters), estimates[0], rtol=1e-5, atol=1e-6)

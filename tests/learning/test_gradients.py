@@ -692,8 +692,8 @@ def test_the_weights_of_defensive_sampling_are_the_naive_ones() -> None:
         naive_gradient(of, naive_coefficients(estimator, rewards, 0.98, weight))
         for of, weight in zip((scores, scores_before), weights, strict=True)
     ]
-    both = [jnp.asarray(parameters), jnp.asarray(previous)]
-    batch = SmallBatch(policy, *both, jnp.stack(both, axis=1), episodes, estimator, 0.98, CLOCK)
+    now, before = jnp.asarray(parameters), jnp.asarray(previous)
+    batch = SmallBatch(policy, now, before, jnp.stack([now, before], axis=1), episodes, estimator, 0.98, CLOCK)
     *found, _ = jax.jit(lambda: DefensiveSampling("per-decision").terms(batch))()
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 

@@ -281,7 +281,7 @@ def test_a_member_that_is_cancelled_more_than_once_still_ends_its_server(tmp_pat
     alice = asyncio.run(run())
     alice.store.close()
     alice.log.close()
-    assert not alice.links._server._server.is_running()
+    assert not vars(alice.links._server)["_server"].is_running()
 
 
 if __name__ == "__main__":

@@ -533,8 +533,9 @@ def correction_noise(settings: Settings, num_iterations: int, num_episodes: int)
 
     @jax.jit
     def estimates(state: AgentState, keys: jax.Array) -> list[jax.Array]:
-        episodes = agent.play(state.parameters, keys, large=False)
-        return [agent.estimate(state, episodes, large)[0] for large in (False, True)]
+        points = agent.points(state, keys, large=False)
+        episodes = agent.play(points, keys, large=False)
+        return [agent.estimate(state, points, episodes, large)[0] for large in (False, True)]
 
     found = estimates(alone, jax.random.split(jax.random.key(settings.seed), num_episodes))
     corrected, plain = (float(np.sum(np.var(np.asarray(each, float), axis=0))) for each in found)
