@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from math import inf
+from math import inf, sqrt
 from pathlib import Path
 from typing import Any, cast
 from zipfile import BadZipFile
@@ -42,7 +42,7 @@ NUM_SEEDS = 10
 # the best one.
 LEARNED = 0.8
 # A setting is chosen for ε only if tuning reaches ε in this share of its trajectories: there is room for worse seeds.
-ROOM = 1 / 3
+ROOM = 1 / 2
 # Points of trajectories at which running means are kept; two neighbours are about 2 % apart.
 NUM_POINTS = 400
 RESAMPLES = 1000
@@ -58,7 +58,7 @@ class Method:
     num_agents: int
     page: bool  # PAGE, or large batches alone
     batches: tuple[tuple[int, int], ...]  # (N, B)
-    iterations: int = 1500
+    iterations: int = 1500  # with the largest batch; large batches alone, if smaller, need more and smaller steps
     num_byzantine: int = 0
     step_sizes: tuple[float, ...] = STEP_SIZES
     like: str = ""  # a method whose averages have the same law, so that its choice serves here as well
@@ -75,6 +75,7 @@ class Method:
         """
         large, small = batch
         probability = small / (large + small) if self.page else 1.0
+        longer = 1.0 if self.page else sqrt(max(self.batches)[0] / large)
         options: dict[str, Any] = {"rounds": 3} if self.algorithm == "DecByzPG" else {}
         return federation(
             algorithm=self.algorithm,
@@ -84,7 +85,7 @@ class Method:
             small_batch=small if self.page else 1,
             switch_probability=probability,
             step_size=step_size,
-            trajectories=round(self.iterations * (probability * large + (1 - probability) * small)),
+            trajectories=round(longer * self.iterations * (probability * large + (1 - probability) * small)),
             **options,
         )
 
