@@ -102,7 +102,7 @@ class Reproduce:
         from byzpg.experiments.paper import create_runs, run_name
 
         scope, folder = rates.Scope(self.seed, self.seeds or rates.NUM_SEEDS), self.directory / "runs"
-        started = time.monotonic()
+        started, started_before = time.monotonic(), folder.exists()
 
         def train(settings: "Sequence[Settings]", which: str) -> None:
             self._train(create_runs(folder, {run_name(each): each for each in settings}), which)
@@ -111,7 +111,9 @@ class Reproduce:
         train(scope.reported_settings(folder), "reported seeds")
         with console.status("measuring the noise of corrections"):
             noises = dict(rates.correction_noises())
-        about = {**provenance(), "command": this_command(), "seconds": time.monotonic() - started}
+        about = {**provenance(), "command": this_command()}
+        if not started_before:
+            about["seconds"] = time.monotonic() - started
         measured, saved = rates.Rates.of(scope, folder, noises, about), self.directory / f"{self._file_name()}.npz"
         measured.save(saved)
         for table in rates_tables(measured):

@@ -319,7 +319,8 @@ class Measured:
 
 
 def _interval(value: float, resamples: np.ndarray) -> Estimate:
-    low, high = np.quantile(resamples, [0.025, 0.975], method="nearest")
+    """The 95 % interval; resamples without a value, such as a ratio of ∞ and ∞, are left out."""
+    low, high = np.nanquantile(resamples, [0.025, 0.975], method="nearest")
     return Estimate(float(value), float(low), float(high))
 
 
