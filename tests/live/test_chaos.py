@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {"horizon": 50, "large_batch": 4, "hidden": (8,), "rounds
 TIMES = Times(grace=0.5, start_grace=300.0, retry=0.1)
 ON_SMALL_DISK = "dave"  # whose directory is a file system of its own
 SMALL_DISK_BYTES = 2**25
-STATE_VECTORS = 5  # θ_t, θ_{t−1}, v̂ and Adam's two moments
+STATE_VECTORS = 6  # θ_t, θ_{t−1}, v̂, Adam's two moments and the history
 # What a process may grow by. A leak of one kilobyte per message would exceed it within minutes.
 MOST_GROWTH_BYTES, MOST_GROWTH_FILES = 2**27, 40
 

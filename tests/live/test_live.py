@@ -149,15 +149,15 @@ QUICK = Times(grace=1.5, start_grace=300.0)
 def test_members_learn_what_their_simulated_twins_learn(
     tmp_path: Path, attack: str | None, options: dict[str, Any], times: Times
 ) -> None:
-    """To 1e-6 after 30 iterations: compilers round the sum of two products differently from program to program."""
+    """To 3e-6 after 30 iterations: compilers round the sum of two products differently from program to program."""
     with on_loopback(tmp_path, times, **{**SHORT, **options}) as federation:
         take_part_together(federation, attack)
         attackers = {} if attack is None else {"num_attackers": 1, "attack": attack}
         expected, drawn = simulated(federation.manifest, **attackers)
         heard = NAMES[:4] if attack == "Silent" else NAMES  # a silent member may be left behind at the end
         for index, name in enumerate(heard):
-            np.testing.assert_allclose(parameters(federation, name), expected[index], rtol=0, atol=1e-6)
-            np.testing.assert_allclose(parameters(federation, name, "uniform"), drawn[index], rtol=0, atol=1e-6)
+            np.testing.assert_allclose(parameters(federation, name), expected[index], rtol=0, atol=3e-6)
+            np.testing.assert_allclose(parameters(federation, name, "uniform"), drawn[index], rtol=0, atol=3e-6)
         first = peer(federation.manifest.settings()).parameters
         assert np.max(np.abs(parameters(federation, "alice") - first)) > 1e-3, "something was learned"
         if not options:
