@@ -92,13 +92,14 @@ def curve_names(experiment: Experiment, runs: Mapping[str, Result]) -> tuple[dic
 
 
 def _momenta(experiment: Experiment, runs: Mapping[str, Result]) -> list[str]:
-    """Which curves have momentum, by task, unless all of them have the same."""
+    """Which curves have momentum, by task, unless all of them have the same or their labels say so themselves."""
     labels: dict[tuple[str, str], dict[str, None]] = {}
     for panel in experiment.panels:
         for cell in panel.cells:
             momentum = gradient_estimate(runs[cell.run].settings)[1]
-            labels.setdefault((panel.task, momentum), {})[cell.label] = None
-    if len({momentum for _, momentum in labels}) == 1:
+            if momentum not in cell.label:
+                labels.setdefault((panel.task, momentum), {})[cell.label] = None
+    if len({momentum for _, momentum in labels}) <= 1:
         return []
     return [f"{task}, {momentum}: {', '.join(of)}." for (task, momentum), of in labels.items()]
 
