@@ -11,7 +11,7 @@ from types import ModuleType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from byzpg.federation import schedule
-from byzpg.learning import gradients
+from byzpg.learning import advantages, gradients
 from byzpg.robust import aggregators, agreement, attacks
 from byzpg.robust.components import Component, nearest, plain_name, unknown
 
@@ -31,7 +31,7 @@ def _public(module: ModuleType, base: type[Component] | UnionType) -> dict[str, 
     }
 
 
-FAMILIES = ("aggregator", "agreement", "attack", "byzantine set", "estimator", "correction", "conventions")
+FAMILIES = ("aggregator", "agreement", "attack", "byzantine set", "estimator", "correction", "learner", "conventions")
 
 
 @cache
@@ -50,6 +50,8 @@ def members(family: str) -> dict[str, type[Component]]:
             return _public(gradients, gradients.Estimator)
         case "correction":
             return _public(gradients, gradients.Correction)
+        case "learner":
+            return {"PPO": advantages.PPO}
         case "conventions":
             # By its address, as users' own components are found: it builds on what is above this module.
             script = import_module("byzpg.experiments.authors_script")

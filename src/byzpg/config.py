@@ -14,8 +14,11 @@ import jax
 from byzpg import envs
 from byzpg._registry import fits, parse, type_name
 from byzpg.envs.spaces import Box
-from byzpg.federation.algorithms import ALGORITHMS, Agent, Federation, Optimizer
+from byzpg.federation.agents import Optimizer, PAGEAgent
+from byzpg.federation.algorithms import ALGORITHMS, Federation
+from byzpg.federation.ppo import PPOAgent
 from byzpg.federation.schedule import Conventions, Schedule
+from byzpg.learning.advantages import PPO
 from byzpg.learning.gradients import GPOMDP, REINFORCE, Correction, Estimator, HessianVector, ImportanceWeights
 from byzpg.learning.policies import Policy, policy_for
 from byzpg.robust.aggregators import NNM, RFA, Aggregator, Bucketing, Mean, TrimmedMean
@@ -65,9 +68,16 @@ PAPER: dict[str, Any] = {
     "agreement": MDA(),
     "rounds": 5,
     "output": "last",
+    "ppo": PPO(),
 }
 # Options of presets that were added later, at the values that mean what byzpg did without them.
-FORMERLY: dict[str, Any] = {"coins": "shared", "adam_epsilon": ADAM_EPSILON, "momentum": 0.0, "transport": False}
+FORMERLY: dict[str, Any] = {
+    "coins": "shared",
+    "adam_epsilon": ADAM_EPSILON,
+    "momentum": 0.0,
+    "transport": False,
+    "ppo": PPO(),
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "tuned": PAPER
     | {
@@ -124,6 +134,46 @@ PRESETS_ALONE: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+# What the tuned preset says about algorithms with a critic, for every task and for some; by `benchmarks/ppo.py`.
+PPO_DEFAULTS: dict[str, Any] = {"steps": 500_000, "step_size": 1e-3, "momentum": 0.0, "adam_epsilon": 1e-5}
+PPO_BY_TASK: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {
+        "steps": 40_960,
+        "step_size": 2e-3,
+        "discount": 0.99,
+        "hidden": (64, 64),
+        "activation": "tanh",
+        "ppo": PPO(environments=4, segment=64, epochs=4, minibatches=2, gae_lambda=0.95),
+    },
+    "LunarLander-v3": {
+        "steps": 409_600,
+        "step_size": 1e-3,
+        "ppo": PPO(environments=8, segment=64, gae_lambda=0.98, entropy=0.01, reward_scale=0.05),
+    },
+    "Pendulum-v1": {
+        "steps": 102_400,
+        "step_size": 1e-3,
+        "discount": 0.9,
+        "hidden": (64, 64),
+        "ppo": PPO(environments=8, segment=64, epochs=8, minibatches=4, reward_scale=0.1),
+    },
+}
+
+# Options of one kind of learner, at values that do nothing with the other kind.
+ONLY_PAGE: dict[str, Any] = {
+    "trajectories": None,
+    "large_batch": 1,
+    "small_batch": 1,
+    "switch_probability": 1.0,
+    "coins": "per-seed",
+    "estimator": GPOMDP(),
+    "importance": ImportanceWeights(),
+    "gate": 1.0,
+    "transport": False,
+    "conventions": "Paper",
+}
+ONLY_PPO: dict[str, Any] = {"steps": None, "ppo": PPO()}
+
 # Reported experiments start from this seed, on which no option was chosen.
 REPORTED_SEED = 2000
 
@@ -136,6 +186,7 @@ FAMILY_OF = {
     "agreement": "agreement",
     "estimator": "estimator",
     "importance": "correction",
+    "ppo": "learner",
 }
 
 
@@ -154,7 +205,8 @@ class Config:
     env: str = "CartPole-v1"
     """Task: one of `byzpg list`, gymnasium:ID, envpool:ID, or your own as module:factory."""
     algorithm: str = "DecByzPG"
-    """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG, DecByzPG, or for comparison SVRPG, FedPG-BR or N-PG-IGT."""
+    """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG, DecByzPG; with a critic PPO, Fed-PPO, ByzPPO, Dec-PPO,
+    DecByzPPO; or for comparison SVRPG, FedPG-BR or N-PG-IGT."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
     """Source of all other defaults: tuned (learns fastest), paper (its table), theory (what its theorems ask for),
     script (the authors' code)."""
@@ -178,6 +230,9 @@ class Config:
     trajectories: int | None = None
     """Number of trajectories per agent; training ends with the iteration that reaches it. Default: by task, long enough
     for the tuned preset to learn it."""
+    steps: int | None = None
+    """Number of environment steps per agent, in place of trajectories for algorithms with a critic. Default: by
+    task."""
 
     aggregator: Aggregator | str | None = None
     """How gradients are aggregated (ByzPG, DecByzPG): RFA, Krum, NNM(TrimmedMean()), Bucketing(RFA(), size=2), ..."""
@@ -206,6 +261,9 @@ class Config:
     momentum: float | None = None
     """Momentum β at the agents, in [0, 1): each sends m ← β m + (1 − β) ṽ instead of its estimate ṽ; Adam then has no
     first moment. 0: no momentum."""
+    ppo: PPO | str | None = None
+    """Options of algorithms with a critic: PPO(environments=8, segment=64, epochs=4, minibatches=4, exchange_every=1,
+    gae_lambda=0.95, clip=0.2, entropy=0, value=0.5, reward_scale=1, largest_norm=0.5)."""
     transport: bool | None = None
     """Play large batches ahead of the parameters, so that the agents' momentum does not lag behind them (N-PG-IGT)."""
     conventions: Conventions | str | None = None
@@ -264,7 +322,7 @@ class Config:
             raise ValueError(unknown("preset", preset, PRESETS))
         task = find_task(env)
         values = {
-            **_task_defaults(env, preset, alone=ALGORITHMS[name].single),
+            **_task_defaults(env, preset, name),
             **ALGORITHMS[name].defaults,
             **ALGORITHMS[name].fixed,
             **self._neutral_options(name),
@@ -288,7 +346,8 @@ class Config:
     def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
         algorithm = ALGORITHMS[algorithm_name]
-        values: dict[str, Any] = {}
+        has_critic = issubclass(algorithm.agent, PPOAgent)
+        values: dict[str, Any] = ONLY_PAGE if has_critic else ONLY_PPO
         if not algorithm.robust:
             values |= {"aggregator": Mean()}
         if not algorithm.agrees:
@@ -297,6 +356,12 @@ class Config:
             given = getattr(self, option)
             if given is not None and str(given).removesuffix("()") != str(neutral).removesuffix("()"):
                 fix = "use DecByzPG" if option != "aggregator" else "use ByzPG or DecByzPG"
+                if option == "trajectories":
+                    fix = f"set steps, which {algorithm_name} counts"
+                if option == "steps":
+                    fix = f"set trajectories, which {algorithm_name} counts"
+                elif option == "ppo":
+                    fix = "use DecByzPPO or another algorithm with a critic"
                 raise ValueError(f"{option} = {given} has no effect with {algorithm_name}: leave it out, or {fix}.")
         return values
 
@@ -333,11 +398,15 @@ def _algorithm_name(text: str) -> str:
     raise ValueError(unknown("algorithm", text, ALGORITHMS))
 
 
-def _task_defaults(env: str, preset: str, *, alone: bool) -> dict[str, Any]:
+def _task_defaults(env: str, preset: str, algorithm_name: str) -> dict[str, Any]:
     """What a preset says about a task, wherever the task is played (CartPole-v1, gymnasium:CartPole-v1)."""
-    name = env.rpartition(":")[2]
-    of_one = PRESETS_ALONE.get(preset, {}).get(name, {}) if alone else {}
-    return TASKS.get(name, OTHER_TASKS) | PRESETS[preset] | PRESETS_BY_TASK[preset].get(name, {}) | of_one
+    name, algorithm = env.rpartition(":")[2], ALGORITHMS[algorithm_name]
+    values = TASKS.get(name, OTHER_TASKS) | PRESETS[preset] | PRESETS_BY_TASK[preset].get(name, {})
+    if issubclass(algorithm.agent, PPOAgent):
+        if preset != "tuned":
+            raise ValueError(f"preset = {preset} is for the paper's algorithms, not for {algorithm_name}: use tuned.")
+        return values | PPO_DEFAULTS | PPO_BY_TASK.get(name, {})
+    return values | (PRESETS_ALONE.get(preset, {}).get(name, {}) if algorithm.single else {})
 
 
 def _most_tolerated(values: dict[str, Any]) -> int:
@@ -443,7 +512,8 @@ class Settings:
     byzantine_set: ByzantineSet
     num_seeds: int
     seed: int
-    trajectories: int
+    trajectories: int | None  # None with a critic
+    steps: int | None  # None without a critic
     aggregator: Aggregator
     agreement: Agreement
     rounds: int
@@ -455,6 +525,7 @@ class Settings:
     importance: Correction
     gate: float | Literal["health"]
     momentum: float
+    ppo: PPO
     transport: bool
     conventions: Conventions
     optimizer: Optimizer
@@ -484,14 +555,33 @@ class Settings:
     def seeds(self) -> tuple[int, ...]:
         return tuple(range(self.seed, self.seed + self.num_seeds))
 
+    @property
+    def has_critic(self) -> bool:
+        return issubclass(ALGORITHMS[self.algorithm].agent, PPOAgent)
+
+    @property
+    def unit(self) -> Literal["trajectories", "steps"]:
+        """In what the length of the run is counted, per agent."""
+        return "steps" if self.has_critic else "trajectories"
+
+    @property
+    def length(self) -> int:
+        """How long agents train, in `unit`."""
+        length = self.steps if self.has_critic else self.trajectories
+        assert length is not None
+        return length
+
     def schedule(self) -> Schedule:
         """How long its agents train, and how often they sample a large batch."""
+        large, small = self.large_batch, self.small_batch
+        if self.has_critic:
+            large = small = self.ppo.num_steps
         return Schedule(
             seed=self.seed,
-            trajectories=self.trajectories,
+            length=self.length,
             switch_probability=self.switch_probability,
-            large_batch=self.large_batch,
-            small_batch=self.small_batch,
+            large_batch=large,
+            small_batch=small,
             conventions=self.conventions,
             shared_coin=self.coins == "shared",
         )
@@ -499,24 +589,9 @@ class Settings:
     def federation(self) -> Federation:
         """The federation this describes."""
         algorithm = ALGORITHMS[self.algorithm]
-        agent = Agent(
-            env=envs.make(self.env),
-            policy=self.bound_policy(),
-            horizon=self.horizon,
-            discount=self.discount,
-            large_batch=self.large_batch,
-            small_batch=self.small_batch,
-            estimator=self.estimator,
-            importance=self.importance,
-            gate=self.gate,
-            momentum=self.momentum or None,
-            transport=self.transport,
-            anchored=algorithm.anchored,
-            optimizer=self.optimizer,
-            step_size=self.step_size,
-            adam_epsilon=self.adam_epsilon,
-            conventions=self.conventions,
-        )
+        bound = {"env": envs.make(self.env), "policy": self.bound_policy(), "momentum": self.momentum or None}
+        options = vars(self) | bound | {"anchored": algorithm.anchored}
+        agent = algorithm.agent(**{option.name: options[option.name] for option in fields(algorithm.agent)})
         return Federation(
             agent=agent,
             centralized=algorithm.centralized,
@@ -567,8 +642,9 @@ def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
-    for option in ("num_agents", "num_seeds", "trajectories", "large_batch", "small_batch", "horizon"):
-        if values.get(option, 1) < 1:
+    counts = ("num_agents", "num_seeds", "trajectories", "steps", "large_batch", "small_batch", "horizon")
+    for option in counts:
+        if values.get(option) is not None and values[option] < 1:
             raise ValueError(f"{option} must be at least 1, got {values[option]}.")
     for size in values["hidden"]:
         if size < 1:
@@ -611,7 +687,8 @@ def _check_components(values: Mapping[str, Any]) -> None:
         values[option] for option in ("num_agents", "num_byzantine", "num_attackers")
     )
     estimator, importance = values["estimator"], values["importance"]
-    estimator.check(values["small_batch"])
+    if issubclass(ALGORITHMS[values["algorithm"]].agent, PAGEAgent):
+        estimator.check(values["small_batch"])
     if values["small_batch"] % importance.num_points:
         raise ValueError(
             f"{importance} plays one half of a small batch with each of two policies: small_batch must be even, got "

@@ -4,7 +4,8 @@ A directory holds
   config.json       every option, resolved; `Config.load` reads it
   provenance.json   the command, versions and machine
   checkpoint.npz    what continues the run bit for bit: state, entries done, metrics so far, a hash of config.json
-  metrics.npz       once complete: trajectories, large and every metric, all [seed, iteration]
+  metrics.npz       once complete: trajectories (or steps, see `Run.progress`), large and every metric, all
+                    [seed, iteration]
   parameters.npz    once complete: last, uniform [seed, agent, d] (at a server: one agent), and output_iteration [seed]
 Every file is written whole or not at all, and none holds a pickle.
 """
@@ -63,11 +64,12 @@ class Run:
     """A run and its results, so far or complete.
 
     Every seed tosses its own coin, so seeds may have different numbers of iterations. After the last one of a seed,
-    `trajectories` stays the same, `large` is False and metrics are NaN.
+    `progress` stays the same, `large` is False and metrics are NaN.
     """
 
     settings: Settings
-    trajectories: np.ndarray  # [seed, iteration], per agent, up to and including the iteration
+    # [seed, iteration], per agent, up to and including the iteration, in trajectories or, with a critic, in steps
+    progress: np.ndarray
     large: np.ndarray  # [seed, iteration], whether it sampled a large batch
     metrics: Mapping[str, np.ndarray]  # name: [seed, iteration], documented in federation.metrics
     parameters: Mapping[str, np.ndarray]  # last, uniform: [seed, agent, d]
@@ -97,14 +99,14 @@ class Run:
         """
         width = metrics["return_mean"].shape[1]
         ends = np.full(len(plans), width) if done is None else done
-        trajectories, large = np.zeros((len(plans), width), int), np.zeros((len(plans), width), bool)
+        progress, large = np.zeros((len(plans), width), int), np.zeros((len(plans), width), bool)
         for seed, (plan, end) in enumerate(zip(plans, ends, strict=True)):
-            trajectories[seed, :end] = plan.trajectories[:end]
-            trajectories[seed, end:] = plan.trajectories[end - 1]
+            progress[seed, :end] = plan.progress[:end]
+            progress[seed, end:] = plan.progress[end - 1]
             large[seed, :end] = plan.large[:end]
         return cls(
             settings=settings,
-            trajectories=trajectories,
+            progress=progress,
             large=large,
             metrics=metrics,
             parameters={"last": last, "uniform": uniform},
@@ -115,7 +117,23 @@ class Run:
     @property
     def num_iterations(self) -> np.ndarray:
         """The number of iterations [seed] that are done."""
-        return np.sum(np.diff(self.trajectories, prepend=0, axis=1) > 0, axis=1)
+        return np.sum(np.diff(self.progress, prepend=0, axis=1) > 0, axis=1)
+
+    @property
+    def trajectories(self) -> np.ndarray:
+        """Trajectories per agent [seed, iteration], up to and including the iteration; with a critic, honest agents'."""
+        if self.settings.unit == "trajectories":
+            return self.progress
+        return np.cumsum(np.nan_to_num(self.metrics["episodes"]), axis=1)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Environment steps per agent [seed, iteration], up to and including the iteration; a mean over players."""
+        if self.settings.unit == "steps":
+            return self.progress
+        federation = self.settings.federation()
+        players = np.where(self.large, federation.num_players(True), federation.num_players(False))
+        return np.cumsum(np.nan_to_num(self.metrics["environment_steps"]) / players, axis=1)
 
     @property
     def returns(self) -> np.ndarray:
@@ -274,7 +292,7 @@ def unpacked(settings: Settings, whole: bytes, source: str) -> Run:
 
 def _tables(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of metrics.npz and parameters.npz."""
-    columns = {"trajectories": run.trajectories, "large": run.large, **run.metrics}
+    columns = {run.settings.unit: run.progress, "large": run.large, **run.metrics}
     return columns, {**run.parameters, "output_iteration": run.output_iteration}
 
 
@@ -282,7 +300,7 @@ def _complete(
     settings: Settings, metrics: dict[str, np.ndarray], parameters: dict[str, np.ndarray], source: str
 ) -> Run:
     try:
-        trajectories, large = metrics.pop("trajectories"), metrics.pop("large")
+        progress, large = metrics.pop(settings.unit), metrics.pop("large")
         output_iteration = parameters.pop("output_iteration")
         num_seeds = len(parameters["last"])
     except KeyError as error:
@@ -290,7 +308,7 @@ def _complete(
     # In older files, all seeds share one plan, and these have no axis for seeds.
     return Run(
         settings=settings,
-        trajectories=np.broadcast_to(trajectories, (num_seeds, trajectories.shape[-1])),
+        progress=np.broadcast_to(progress, (num_seeds, progress.shape[-1])),
         large=np.broadcast_to(large, (num_seeds, large.shape[-1])),
         metrics=metrics,
         parameters=parameters,

@@ -45,8 +45,9 @@ class Progress:
 
     iteration: int  # entries of the timetable, where seeds toss coins of their own
     num_iterations: int
-    trajectories: int  # per agent, so far, mean over seeds
-    total_trajectories: int
+    progress: int  # trajectories or steps per agent, so far, mean over seeds
+    total: int  # of them
+    unit: str
     mean_return: float  # of the last block, over seeds and honest agents; of several runs, the first one's
     seconds: float  # since training (or resuming) began
     done: float  # share of all the work that was asked for
@@ -214,7 +215,7 @@ class _Pending:
     def program(self) -> Any:
         """Runs with the same value share a program: agents that play alike, the same seeds and coin, equally far."""
         settings = self.settings
-        length = (settings.switch_probability, settings.coins, settings.trajectories)
+        length = (settings.switch_probability, settings.coins, settings.length)
         alone = self.kept if simulation_of(settings).on_host else None
         return settings.federation().agent.shared, settings.seeds, length, self.begin, alone
 
@@ -222,14 +223,15 @@ class _Pending:
     def batch(self) -> int:
         """Steps in a large batch of episodes."""
         settings = self.settings
-        return settings.num_seeds * settings.num_agents * settings.large_batch * settings.horizon
+        steps = settings.ppo.num_steps if settings.has_critic else settings.large_batch * settings.horizon
+        return settings.num_seeds * settings.num_agents * steps
 
     @property
     def work(self) -> float:
         """What it will cost, roughly: an episode of LunarLander as much as seven of CartPole."""
         settings = self.settings
-        episodes = settings.num_seeds * settings.num_agents * settings.trajectories
-        return episodes * settings.horizon * settings.bound_policy().dimension ** 0.5
+        steps = settings.length * (settings.ppo.epochs if settings.has_critic else settings.horizon)
+        return settings.num_seeds * settings.num_agents * steps * settings.bound_policy().dimension ** 0.5
 
 
 def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
@@ -316,15 +318,16 @@ class _Program:
     def _progress(self) -> Progress:
         plans = self.timetable.plans
         done = self.timetable.iterations(self.done)
-        reached = np.mean([plan.trajectories[end - 1] for plan, end in zip(plans, done, strict=True)])
-        total = np.mean([plan.trajectories[-1] for plan in plans])
+        reached = np.mean([plan.progress[end - 1] for plan, end in zip(plans, done, strict=True)])
+        total = np.mean([plan.progress[-1] for plan in plans])
         latest = self.blocks[0][-1]["return_mean"]
         took_part = self.timetable.takes_part[:, self.done - latest.shape[1] : self.done]
         return Progress(
             iteration=self.done,
             num_iterations=self.timetable.num_entries,
-            trajectories=int(reached),
-            total_trajectories=int(total),
+            progress=int(reached),
+            total=int(total),
+            unit=self.pending[0].settings.unit,
             mean_return=float(np.mean(latest[took_part])),
             seconds=time.monotonic() - self.started,
             done=float(reached / total),

@@ -40,7 +40,7 @@ def training_progress(continue_with: str) -> "Iterator[OnProgress]":
 
         def on_progress(progress: "Progress") -> None:
             text = (
-                f"{progress.label}{progress.trajectories:,} of {progress.total_trajectories:,} trajectories per agent, "
+                f"{progress.label}{progress.progress:,} of {progress.total:,} {progress.unit} per agent, "
                 f"return {progress.mean_return:.0f}"
             )
             # After the last iteration of one program, the next one is compiled.

@@ -52,7 +52,7 @@ def finish(path: Path) -> None:
 
 def _announce(planned: Mapping[Path, Settings]) -> None:
     settings = next(iter(planned.values()))
-    amount = f"{counted(settings.num_seeds, 'seed')}, {settings.trajectories:,} trajectories per agent"
+    amount = f"{counted(settings.num_seeds, 'seed')}, {settings.length:,} {settings.unit} per agent"
     say(f"Training on {settings.env}: {federation(settings)}; {amount}; preset {settings.preset}")
     for directory, each in planned.items():
         say(f"  {method(each)} → {directory}")

@@ -25,7 +25,7 @@ from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
 from byzpg.experiments.paper import run_name
 from byzpg.experiments.summaries import Estimate
-from byzpg.federation.algorithms import AgentState
+from byzpg.federation.agents import AgentState
 from byzpg.federation.simulator import LARGE
 from byzpg.learning.gradients import GPOMDP, ImportanceWeights
 from byzpg.runs import Run, RunDirectory
@@ -535,9 +535,9 @@ def correction_noise(settings: Settings, num_iterations: int, num_episodes: int)
 
     @jax.jit
     def estimates(state: AgentState, keys: jax.Array) -> list[jax.Array]:
-        points = agent.points(state, keys, large=False)
+        points = agent.request(state, None, keys, large=False)
         episodes = agent.play(points, keys, large=False)
-        return [agent.estimate(state, points, episodes, large)[0] for large in (False, True)]
+        return [agent.digest(state, points, episodes, keys, large)[0] for large in (False, True)]
 
     found = estimates(alone, jax.random.split(jax.random.key(settings.seed), num_episodes))
     corrected, plain = (float(np.sum(np.var(np.asarray(each, float), axis=0))) for each in found)

@@ -3,7 +3,8 @@
 The simulator is not imported here: members of a real federation do not need it.
 """
 
-from byzpg.federation.algorithms import ALGORITHMS, Agent, Algorithm, Federation
+from byzpg.federation.agents import Agent
+from byzpg.federation.algorithms import ALGORITHMS, Algorithm, Federation
 from byzpg.federation.devices import Hardware
 from byzpg.federation.members import Peer, Server, Worker
 from byzpg.federation.metrics import Metrics

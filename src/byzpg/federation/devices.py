@@ -220,46 +220,51 @@ def divides_coordinates(mesh: Mesh) -> bool:
     return COORDINATES in mesh.axis_names
 
 
-def layout(tree: Any, mesh: Mesh) -> Any:
+def _is_vector(leaf: Any, dimension: int) -> bool:
+    """Whether a leaf holds vectors [row, agent, d]; they may be filled up, and no other leaf is as long as they are."""
+    return leaf.ndim == 3 and leaf.shape[2] >= dimension
+
+
+def layout(tree: Any, mesh: Mesh, dimension: int) -> Any:
     """How leaves are divided among devices.
 
     On a mesh of coordinates, vectors [seed, agent, d] are divided, and other leaves are everywhere. On a mesh of seeds
     and agents, leaves are divided by seed, if they have an axis.
     """
     if divides_coordinates(mesh):
-        return jax.tree.map(lambda leaf: BY_COORDINATE if leaf.ndim == 3 else EVERYWHERE, tree)
+        return jax.tree.map(lambda leaf: BY_COORDINATE if _is_vector(leaf, dimension) else EVERYWHERE, tree)
     return jax.tree.map(lambda leaf: BY_SEED if leaf.ndim else EVERYWHERE, tree)
 
 
-def _shardings(tree: Any, mesh: Mesh) -> Any:
-    return jax.tree.map(partial(NamedSharding, mesh), layout(tree, mesh))
+def _shardings(tree: Any, mesh: Mesh, dimension: int) -> Any:
+    return jax.tree.map(partial(NamedSharding, mesh), layout(tree, mesh, dimension))
 
 
-def placed(tree: Any, mesh: Mesh) -> Any:
+def placed(tree: Any, mesh: Mesh, dimension: int) -> Any:
     """The leaves on the devices that `layout` names. Zeros fill up vectors whose coordinates are divided unevenly."""
     if divides_coordinates(mesh):
-        tree = filled(tree, mesh)
+        tree = filled(tree, mesh, dimension)
     if jax.process_count() == 1:
-        return jax.device_put(tree, _shardings(tree, mesh))
+        return jax.device_put(tree, _shardings(tree, mesh, dimension))
 
     def of(leaf: Array, sharding: NamedSharding) -> Array:
         values = np.asarray(leaf)
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
-    return jax.tree.map(of, tree, _shardings(tree, mesh))
+    return jax.tree.map(of, tree, _shardings(tree, mesh, dimension))
 
 
 # Programs cannot take or return arrays with parts of different sizes, though inside a program there may be some.
 
 
-def filled(tree: Any, mesh: Mesh) -> Any:
+def filled(tree: Any, mesh: Mesh, dimension: int) -> Any:
     """The leaves with vectors [row, agent, d] filled up with zeros, so that devices have equally many coordinates."""
-    return jax.tree.map(lambda leaf: _fill(leaf, 2, mesh.size) if leaf.ndim == 3 else leaf, tree)
+    return jax.tree.map(lambda leaf: _fill(leaf, 2, mesh.size) if _is_vector(leaf, dimension) else leaf, tree)
 
 
 def unfilled(tree: Any, dimension: int) -> Any:
     """The inverse of `filled`, for vectors [row, agent, `dimension`]."""
-    return jax.tree.map(lambda leaf: leaf[:, :, :dimension] if leaf.ndim == 3 else leaf, tree)
+    return jax.tree.map(lambda leaf: leaf[:, :, :dimension] if _is_vector(leaf, dimension) else leaf, tree)
 
 
 def _fill(leaf: Array, axis: int, multiple: int, mode: Literal["constant", "edge"] = "constant") -> Array:
@@ -272,8 +277,8 @@ def _fill(leaf: Array, axis: int, multiple: int, mode: Literal["constant", "edge
 
 # How the devices divide an iteration
 
-# Turns what the agents of each table have [row, agent, ...] into a vector [row, agent, d] of each, and anything else.
-ForAgents = Callable[[list[Any]], list[tuple[Array, Any]]]
+# Turns what the agents of each table have [row, agent, ...] into something else that they have.
+ForAgents = Callable[[list[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -285,7 +290,7 @@ class ByAgent:
 
     receivers: Shards = ONE_DEVICE
 
-    def for_agents(self, function: ForAgents, agents: list[Any]) -> list[tuple[Array, Any]]:
+    def for_agents(self, function: ForAgents, agents: list[Any]) -> list[Any]:
         """Apply the function to this device's agents of each table, and return what comes of all agents."""
         found = function(self.receivers.part(agents, axis=1))
         numbers = map(_num_agents, agents)
@@ -313,42 +318,46 @@ class ByCoordinate:
         """Rules are applied at all receivers by all devices, each for its coordinates."""
         return Shards(coordinates=self.mesh.size)
 
-    def for_agents(self, function: ForAgents, agents: list[Any]) -> list[tuple[Array, Any]]:
+    def for_agents(self, function: ForAgents, agents: list[Any]) -> list[Any]:
         """Apply the function to the agents of each table, some on each device, and return what comes of all agents."""
         shards, numbers = Shards(self.mesh.size, COORDINATES), [*map(_num_agents, agents)]
         send = partial(lax.all_to_all, axis_name=COORDINATES, tiled=True)
 
         def of_few_agents(leaf: Array) -> Array:
             """[row, agent, d/D] → [row, agent/D, d]."""
-            if leaf.ndim != 3:
-                return shards.part(leaf, axis=1)
             rows = _fill(leaf, 1, self.mesh.size, mode="edge")
             return send(rows, split_axis=1, concat_axis=2)[:, :, : self.dimension]
 
-        def of_all_agents(vectors: Array, number: int) -> Array:
+        def of_all_agents(number: int, leaf: Array) -> Array:
             """[row, agent/D, d] → [row, agent, d/D]."""
-            return send(_fill(vectors, 2, self.mesh.size), split_axis=2, concat_axis=1)[:, :number]
+            if not _is_vector(leaf, self.dimension):
+                return shards.whole(leaf, number, axis=1)
+            return send(_fill(leaf, 2, self.mesh.size), split_axis=2, concat_axis=1)[:, :number]
 
-        def on_device(agents: list[Any]) -> list[tuple[Array, Any]]:
-            found = function(jax.tree.map(of_few_agents, agents))
+        def on_device(agents: list[Any]) -> list[Any]:
+            divided = jax.tree.map(
+                lambda leaf, is_vector: of_few_agents(leaf) if is_vector else shards.part(leaf, axis=1), agents, vectors
+            )
             return [
-                (of_all_agents(vectors, number), shards.whole(others, number, axis=1))
-                for (vectors, others), number in zip(found, numbers, strict=True)
+                jax.tree.map(partial(of_all_agents, number), each)
+                for each, number in zip(function(divided), numbers, strict=True)
             ]
 
-        agents = filled(agents, self.mesh)
-        found = jax.shard_map(
+        vectors = jax.tree.map(lambda leaf: _is_vector(leaf, self.dimension), agents)
+        found = jax.eval_shape(function, agents)
+        filled_up = filled(agents, self.mesh, self.dimension)
+        result = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(layout(agents, self.mesh),),
-            out_specs=[(BY_COORDINATE, EVERYWHERE)] * len(agents),
+            in_specs=(layout(filled_up, self.mesh, self.dimension),),
+            out_specs=layout(found, self.mesh, self.dimension),
             check_vma=False,
-        )(agents)
-        return [(self.kept(vectors[:, :, : self.dimension]), others) for vectors, others in found]
+        )(filled_up)
+        return self.kept(unfilled(result, self.dimension))
 
     def kept(self, tree: Any) -> Any:
         """The leaves as they are kept between iterations: each device has its coordinates of vectors."""
-        return lax.with_sharding_constraint(tree, _shardings(tree, self.mesh))
+        return lax.with_sharding_constraint(tree, _shardings(tree, self.mesh, self.dimension))
 
 
 def division(mesh: Mesh, dimension: int) -> ByAgent | ByCoordinate:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -17,10 +18,18 @@ import numpy as np
 from jax import Array
 
 from byzpg.envs.host import HostTask
-from byzpg.federation.algorithms import Agent, AgentState, Federation, History, Sampled
+from byzpg.federation.agents import Agent, AgentState, Sampled
+from byzpg.federation.algorithms import Federation
 from byzpg.federation.devices import QUICK_COMPILATION
-from byzpg.federation.schedule import Schedule, iteration_stream, play_stream, round_stream
-from byzpg.learning.rollouts import Episodes, PlayAttacks
+from byzpg.federation.schedule import (
+    Schedule,
+    block_key,
+    exchange_key,
+    iteration_stream,
+    play_stream,
+    round_stream,
+)
+from byzpg.learning.rollouts import PlayAttacks
 from byzpg.robust.attacks import Attack, Knowledge
 from byzpg.robust.exchange import attack_key, rule_key
 from byzpg.robust.geometry import Cloud
@@ -63,24 +72,27 @@ class Peer:
         self.index, self.agent = index, federation.agent
         self.num_members, self.num_byzantine = federation.num_agents, federation.num_byzantine
         self.aggregator, self.agreement = federation.aggregator, federation.agreement
+        self.exchanges = self.agent.num_exchanges
         self.rounds = federation.rounds if federation.agrees else 0
         self._player = _Player(federation.agent, _key(key_data), as_simulated)
-        first = schedule.initial_parameters(self.agent.policy) if initial is None else jnp.asarray(initial, jnp.float32)
-        if first.shape != (self.agent.policy.dimension,):
+        self.dimension = self.agent.dimension
+        first = self._first(schedule) if initial is None else jnp.asarray(initial, jnp.float32)
+        if first.shape != (self.dimension,):
             raise ValueError(
-                f"the parameters to start from must have shape ({self.agent.policy.dimension},) for this policy, "
-                f"got {first.shape}."
+                f"the parameters to start from must have shape ({self.dimension},) for this policy, got {first.shape}."
             )
         self.plan = schedule.plan(first)
-        self.dimension = len(first)
-        self._state = self.agent.initial(first[None])
-        self._advanced = self._state
-        # The history at the beginning of the iteration, and with its estimate.
-        self._history = self._longer = self.agent.initial_history(first[None])
+        # At the beginning of the iteration, and after the last message that was sent and the last step that was taken.
+        self._state = self._advanced = self.agent.initial(first[None])
+        self._memory = self._longer = self.agent.initial_memory(first[None])
+        self._batch: Any = None  # what the messages of this iteration are computed from
         self._attack = attack
         self.returns, self.steps = np.zeros(0), 0  # of the last batch of episodes
         self.outcome = Outcome(0.0, None)  # of the last round
         self.on_output: Callable[[np.ndarray], None] = lambda parameters: None  # told θ_T̂ when iteration T̂ begins
+
+    def _first(self, schedule: Schedule) -> Array:
+        return self.agent.initial_parameters(schedule.initial_key)
 
     @property
     def num_iterations(self) -> int:
@@ -96,16 +108,22 @@ class Peer:
         return np.asarray(self._state.parameters[0])
 
     def begin(self, iteration: int) -> np.ndarray:
-        """Return what the member sends [d]: its estimate ṽ_t from episodes of its own or, with momentum, m_t."""
+        """Play, and return what the member sends first [d]: its estimate ṽ_t or, with momentum, m_t."""
         if iteration == self.plan.output_iteration:
             self.on_output(self.parameters)
-        return self._gradient(iteration)
+        return self._played(iteration)
 
-    def _gradient(self, iteration: int) -> np.ndarray:
+    def _played(self, iteration: int) -> np.ndarray:
         large = bool(self.plan.large[iteration])
-        own, sampled = self._player.sample(self._state, self.index, iteration, large, self._attack)
-        self.returns, self.steps = np.asarray(sampled.returns[0]), int(np.sum(sampled.lengths[0]))
-        self._longer, message = _remember(self.agent, self._history, own[:1])
+        self._advanced, self._longer = self._state, self._memory
+        self._batch, sampled = self._player.sample(
+            self._state, self._memory, self.index, iteration, large, self._attack
+        )
+        self.returns, self.steps = np.asarray(sampled.returns[0]), int(sampled.steps[0])
+        return self._message(0)
+
+    def _message(self, exchange: int) -> np.ndarray:
+        self._longer, message = self._player.message(self._advanced, self._longer, self._batch, exchange)
         return np.asarray(message[0])
 
     def combine(self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray) -> np.ndarray | None:
@@ -113,30 +131,53 @@ class Peer:
 
         Args:
             iteration: The iteration of training.
-            phase: 0 for gradients, k for the k-th round of agreement.
+            phase: The number of the round in the iteration: exchanges of gradients come first, then agreement.
             received: The vectors [K, d], with the member's own in its place.
             present: Which of them have arrived [K].
 
         Returns:
             The vector [d] to send in the next round, or None after the last.
         """
-        rule = self.aggregator if phase == 0 else self.agreement
-        assert rule is not None
-        key = self._player.rule_key(iteration, round_stream(self.num_members, phase), self.index)
-        combined, weights, diameter, _ = _combine(rule, self.num_byzantine, received, present, self.index, key)
-        self.outcome = Outcome(float(diameter), None if weights is None else np.asarray(weights))
-        if phase == 0:
-            own = jnp.asarray(received[self.index])[None]
-            large = bool(self.plan.large[iteration])
-            self._advanced = _advance(self.agent, self._state, own, combined[None], large)
+        if phase < self.exchanges:
+            combined, weights, diameter = self._aggregated(iteration, phase, received, present)
+            own, large = jnp.asarray(received[self.index])[None], bool(self.plan.large[iteration])
+            self._advanced = _advance(self.agent, self._advanced, own, combined[None], large)
             vector = self._advanced.parameters
         else:
+            assert self.agreement is not None
+            key = self._player.rule_key(self._round_key(iteration, phase), self.index)
+            combined, weights, diameter, _ = _combine(
+                self.agreement, self.num_byzantine, received, present, self.index, key
+            )
             vector = combined[None]
-        if phase < self.rounds:
+        self.outcome = Outcome(float(diameter), None if weights is None else np.asarray(weights))
+        if phase + 1 < self.exchanges:
+            return self._message(phase + 1)
+        if phase + 1 < self.exchanges + self.rounds:
             return np.asarray(vector[0])
         self._state = self._settled(vector) if self.rounds else self._advanced
-        self._history = self._longer
+        self._memory = self._longer
         return None
+
+    def _round_key(self, iteration: int, phase: int) -> Array:
+        """The key of a round; all exchanges of gradients are parts of round 0."""
+        number = max(0, phase - self.exchanges + 1)
+        key = self._player.stream(iteration, round_stream(self.num_members, number))
+        return key if number else exchange_key(key, phase, self.exchanges)
+
+    def _aggregated(
+        self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray
+    ) -> tuple[Array, Array | None, Array]:
+        """The aggregate of gradients, their weights and their diameter; of several blocks, as in the simulator."""
+        key, found = self._round_key(iteration, phase), []
+        for block, part in enumerate(_blocks(self.agent, received)):
+            of_block = self._player.rule_key(block_key(key, block), self.index)
+            found.append(_combine(self.aggregator, self.num_byzantine, part, present, self.index, of_block))
+        if len(found) == 1:
+            return found[0][:3]
+        parts, weights, diameters, _ = zip(*found, strict=True)
+        mean = None if weights[0] is None else jnp.mean(jnp.stack(weights), axis=0)
+        return jnp.concatenate(parts), mean, jnp.linalg.norm(jnp.stack(diameters))
 
     def _settled(self, agreed: Array) -> AgentState:
         return _settle(self.agent, self._state.parameters, self._advanced, agreed)
@@ -146,20 +187,40 @@ class Peer:
 
     @property
     def state_dimension(self) -> int:
-        return self.dimension * len(_vectors(self._state))
+        return self.dimension * len(self._vectors(self._state))
 
     @property
     def snapshot_dimension(self) -> int:
-        return self.dimension * len(_vectors((self._state, self._history)))
+        return self.dimension * len(self._vectors((self._state, self._memory)))
+
+    def _vectors(self, tree: Any) -> list[Any]:
+        return [leaf for leaf in jax.tree.leaves(tree) if leaf.shape == (1, self.dimension)]
 
     def snapshot(self) -> np.ndarray:
-        """θ_t, θ_{t−1}, v̂_{t−1}, the optimizer's moments and, with momentum, m_{t−1}, one after the other."""
-        vectors = _vectors((self._state, self._history))
+        """θ_t, θ_{t−1}, v̂_{t−1}, the optimizer's moments and, with momentum, m_{t−1}, one after the other.
+
+        Environments that go on from one iteration to the next are not in it: a member that restarts begins new
+        episodes.
+        """
+        vectors = self._vectors((self._state, self._memory))
         return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in vectors])
 
     def restore(self, iteration: int, snapshot: np.ndarray) -> None:
-        state, self._history = _restored((self._state, self._history), iteration, snapshot, self.dimension)
-        self._state = self._advanced = state
+        begun = self.agent.initial_memory(self._state.parameters)
+        self._state, self._memory = self._restored((self._state, begun), iteration, snapshot)
+        self._advanced, self._longer = self._state, self._memory
+
+    def _restored(self, tree: Any, iteration: int, vectors: np.ndarray) -> Any:
+        """The tree with other vectors; a whole number of an agent counts updates, and everything else stays."""
+        rows = iter(np.asarray(vectors, np.float32).reshape(-1, self.dimension))
+
+        def of(leaf: Array) -> Array:
+            if leaf.shape == (1, self.dimension):
+                return jnp.asarray(next(rows)).reshape(leaf.shape)
+            is_count = leaf.ndim == 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
+            return jnp.full_like(leaf, iteration * self.agent.num_updates) if is_count else leaf
+
+        return jax.tree.map(of, tree)
 
     def adopt(self, iteration: int, states: Sequence[np.ndarray | None]) -> None:
         """Take over the state of the other members [K], combined part by part with the agreement rule.
@@ -183,8 +244,8 @@ class Peer:
         ordered = np.sort(np.stack(found), axis=0)
         low, high = ordered[self.num_byzantine], ordered[-self.num_byzantine - 1]
         state = np.clip(np.concatenate(combined), low, high)
-        self._state = self._advanced = _restored(self._state, iteration, state, self.dimension)
-        self._history = self.agent.recalled(self._state.direction, jnp.full(1, iteration, jnp.int32))
+        self._state = self._advanced = self._restored(self._state, iteration, state)
+        self._memory = self.agent.recalled(self._state.direction, jnp.full(1, iteration, jnp.int32))
 
     def false_messages(self, attack: Attack, iteration: int, phase: int, truth: np.ndarray) -> list[np.ndarray]:
         """What an attacker in this place sends to each member [K].
@@ -196,23 +257,28 @@ class Peer:
             truth: The vector [d] that an honest member would send: all that the attacker knows.
         """
         vectors = jnp.full((self.num_members, self.dimension), jnp.nan).at[self.index].set(truth)
-        key = attack_key(self._player.stream(iteration, round_stream(self.num_members, phase)))
-        return list(np.asarray(_false_messages(attack, phase == 0, vectors, self.index, iteration, key)))
+        key, gradients = self._round_key(iteration, phase), phase < self.exchanges
+        parts = [
+            _false_messages(attack, gradients, part, self.index, iteration, attack_key(block_key(key, block)))
+            for block, part in enumerate(_blocks(self.agent, vectors) if gradients else [vectors])
+        ]
+        return list(np.concatenate([np.asarray(part) for part in parts], axis=1))
 
     def warm_up(self) -> None:
         """Compile everything, so that it costs nobody a round."""
-        state, history, returns = self._state, self._history, self.returns
+        state, memory, returns = self._state, self._memory, self.returns
         all_present = np.ones(self.num_members, bool)
         sizes = {bool(large): iteration for iteration, large in reversed(list(enumerate(self.plan.large)))}
         vector = np.zeros(self.dimension, np.float32)
         for iteration in sizes.values():
-            vector = self._gradient(iteration)
-        for phase in range(min(2, 1 + self.rounds)):
+            vector = self._played(iteration)
+        for phase in range(min(self.exchanges, 2) + min(self.rounds, 1)):
             rows = np.broadcast_to(vector, (self.num_members, self.dimension))
-            self.combine(0, phase, rows, all_present)
+            self.combine(0, phase if phase < 2 else self.exchanges, rows, all_present)
         if self.rounds:
             self._settled(jnp.asarray(vector)[None])
-        self._state, self._advanced, self._history, self.returns = state, state, history, returns
+        self._state, self._advanced, self.returns = state, state, returns
+        self._memory, self._longer = memory, memory
 
 
 class Worker:
@@ -240,27 +306,28 @@ class Worker:
         self.returns = np.zeros(0)  # of the last batch of episodes
         self._iteration = -1  # of the last batch
         # By agent, as an attacker in a rehearsal computes the messages of others: before the last batch, and with it.
-        self._histories: dict[int, History | None] = {}
-        self._longer: dict[int, History | None] = {}
+        self._memories: dict[int, Any] = {}
+        self._longer: dict[int, Any] = {}
 
     @property
     def memory(self) -> dict[str, np.ndarray]:
         """What to `recall` in another process; nothing without momentum."""
-        kept = self._histories | self._longer
         return {
-            f"{part}-{index}": np.asarray(value)
-            for index, history in kept.items()
-            if history is not None
-            for part, value in vars(history).items()
+            f"{leaf}-{index}": np.asarray(value)
+            for index, memory in (self._memories | self._longer).items()
+            for leaf, value in enumerate(jax.tree.leaves(memory))
         }
 
     def recall(self, memory: Mapping[str, np.ndarray]) -> None:
         """Continue from the memory of another process. A worker that cannot begins anew, as in iteration 0."""
-        indices = {int(name.partition("-")[2]) for name in memory}
+        agent = self.federation.agent
+        structure = jax.tree.structure(jax.eval_shape(agent.initial_memory, jnp.zeros((1, agent.dimension))))
         self._longer = {}
-        self._histories = {
-            index: History(jnp.asarray(memory[f"mean-{index}"]), jnp.asarray(memory[f"count-{index}"]))
-            for index in indices
+        self._memories = {
+            index: jax.tree.unflatten(
+                structure, [jnp.asarray(memory[f"{leaf}-{index}"]) for leaf in range(structure.num_leaves)]
+            )
+            for index in {int(name.partition("-")[2]) for name in memory}
         }
 
     def gradient(self, iteration: int, parameters: np.ndarray) -> np.ndarray:
@@ -294,13 +361,12 @@ class Worker:
         held = jnp.asarray(np.asarray(parameters, np.float32)[None])
         state = AgentState(held, held, held, ())  # of all this, a large batch looks at θ alone
         attack = self._attack if index == self.index else None
-        own, sampled = self._player.sample(state, index, iteration, large=True, attack=attack)
         if iteration != self._iteration:  # a batch that is sampled again is remembered once
-            self._histories |= self._longer
+            self._memories |= self._longer
             self._longer, self._iteration = {}, iteration
-        agent = self.federation.agent
-        history = self._histories.get(index) or agent.initial_history(held)
-        self._longer[index], message = _remember(agent, history, own[:1])
+        memory = self._memories.get(index) or self.federation.agent.initial_memory(held)
+        batch, sampled = self._player.sample(state, memory, index, iteration, large=True, attack=attack)
+        self._longer[index], message = self._player.message(state, memory, batch, 0)
         return message, sampled
 
 
@@ -319,10 +385,12 @@ class Server:
     ) -> None:
         if not federation.centralized:
             raise ValueError("this algorithm has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG.")
+        if federation.agent.num_exchanges > 1:
+            raise ValueError("a server beyond the simulator exchanges one message per iteration: use ByzPG.")
         self.agent, self.aggregator = federation.agent, federation.aggregator
         self.num_workers, self.num_byzantine = federation.num_agents, federation.num_byzantine
         self._player = _Player(federation.agent, _key(key_data), as_simulated)
-        first = schedule.initial_parameters(self.agent.policy)
+        first = self.agent.initial_parameters(schedule.initial_key)
         self.plan = schedule.plan(first)
         self.dimension = len(first)
         self._state = self.agent.initial(first[None])
@@ -348,7 +416,8 @@ class Server:
         If fewer than K − f rows are usable, the parameters stay unchanged. The plain mean is no exception: with f = 0
         it needs all K rows, because the mean of some of the rows is another rule.
         """
-        key = self._player.rule_key(iteration, round_stream(self.num_workers, 0), self.num_workers)
+        round_key = self._player.stream(iteration, round_stream(self.num_workers, 0))
+        key = self._player.rule_key(round_key, self.num_workers)
         combined, _, _, defined = _combine(self.aggregator, self.num_byzantine, received, present, None, key)
         if not (defined and jnp.all(jnp.isfinite(combined))):
             return False
@@ -360,8 +429,9 @@ class Server:
 
         A server has no stream for play of its own: it uses agent 0's, as in the simulator.
         """
-        own, sampled = self._player.sample(self._state, 0, iteration, large=False)
-        self._state = _advance(self.agent, self._state, own[:1], own[:1], False)
+        batch, sampled = self._player.sample(self._state, None, 0, iteration, large=False)
+        _, own = self._player.message(self._state, None, batch, 0)
+        self._state = _advance(self.agent, self._state, own, own, False)
         return np.asarray(sampled.returns[0])
 
 
@@ -390,37 +460,37 @@ class _Player:
     def stream(self, iteration: int, stream: int) -> Array:
         return _stream_key(self.key, iteration, stream)
 
-    def rule_key(self, iteration: int, stream: int, receiver: int) -> Array:
-        return rule_key(self.stream(iteration, stream), receiver)
+    def rule_key(self, round_key: Array, receiver: int) -> Array:
+        return rule_key(round_key, receiver)
 
     def sample(
-        self, state: AgentState, index: int, iteration: int, large: bool, attack: Attack | None = None
-    ) -> tuple[Array, Sampled]:
-        """The estimate [1, d] of one agent from a batch of its own, with the random numbers of agent `index`."""
+        self,
+        state: AgentState,
+        memory: Any,
+        index: int,
+        iteration: int,
+        large: bool,
+        attack: Attack | None = None,
+    ) -> tuple[Any, Sampled]:
+        """Play with the random numbers of agent `index`; return what its messages are computed from."""
         agent, keys = self.agent, self.stream(iteration, play_stream(index))[None]
         attack = attack if attack is not None and attack.poisons_play else None
-        points = _points(agent, state, keys, large)
+        request = _request(agent, state, memory, keys, large)
         if isinstance(agent.env, HostTask):
-            episodes = agent.play(points, keys, large, _on_play(attack))
+            experience = agent.play(request, keys, large, _on_play(attack))
         else:
-            episodes = _play(agent, points, keys, large, attack)
-        return _estimate(agent, large, self.as_simulated, state, points, episodes)
+            experience = _play(agent, request, keys, large, attack)
+        return _digest(agent, large, self.as_simulated, state, request, experience, keys)
+
+    def message(self, state: AgentState, memory: Any, batch: Any, exchange: int) -> tuple[Any, Array]:
+        """The memory afterwards, and the message [1, d]."""
+        return _message(self.agent, self.as_simulated, state, memory, batch, exchange)
 
 
-def _vectors(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-
-
-def _restored(tree: Any, iteration: int, vectors: np.ndarray, dimension: int) -> Any:
-    """The tree with other vectors; its whole numbers count iterations."""
-    rows = iter(np.asarray(vectors, np.float32).reshape(-1, dimension))
-
-    def of(leaf: Array) -> Array:
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.asarray(next(rows)).reshape(leaf.shape)
-        return jnp.full_like(leaf, iteration)
-
-    return jax.tree.map(of, tree)
+def _blocks(agent: Agent, vectors: Any) -> list[Any]:
+    """The blocks of vectors [K, d] whose gradients are aggregated each by itself."""
+    ends = [*accumulate(agent.blocks)]
+    return [vectors[:, end - size : end] for size, end in zip(agent.blocks, ends, strict=True)]
 
 
 # Compiled once, whatever the numbers are.
@@ -428,13 +498,13 @@ _stream_key = jax.jit(iteration_stream)
 
 
 @partial(jax.jit, static_argnames=("agent", "large"), compiler_options=QUICK_COMPILATION)
-def _points(agent: Agent, state: AgentState, keys: Array, large: bool) -> Array:
-    return agent.points(state, keys, large)
+def _request(agent: Agent, state: AgentState, memory: Any, keys: Array, large: bool) -> Any:
+    return agent.request(state, memory, keys, large)
 
 
 @partial(jax.jit, static_argnames=("agent", "large", "attack"), compiler_options=QUICK_COMPILATION)
-def _play(agent: Agent, points: Array, keys: Array, large: bool, attack: Attack | None) -> Episodes:
-    return agent.play(points, keys, large, _on_play(attack))
+def _play(agent: Agent, request: Any, keys: Array, large: bool, attack: Attack | None) -> Any:
+    return agent.play(request, keys, large, _on_play(attack))
 
 
 def _on_play(attack: Attack | None) -> PlayAttacks:
@@ -442,20 +512,26 @@ def _on_play(attack: Attack | None) -> PlayAttacks:
     return [] if attack is None else [(attack, jnp.ones(1, bool))]
 
 
+def _as_simulated(function: Callable[..., Any], as_simulated: bool, *arguments: Any) -> Any:
+    """Apply the function to one agent; as in the simulator, in a batch of two, as products in batches are rounded."""
+    if not as_simulated:
+        return function(*arguments)
+    twice = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]) if leaf.ndim else leaf, arguments)
+    return jax.tree.map(lambda leaf: leaf[:1] if leaf.ndim else leaf, function(*twice))
+
+
 @partial(jax.jit, static_argnames=("agent", "large", "as_simulated"), compiler_options=QUICK_COMPILATION)
-def _estimate(
-    agent: Agent, large: bool, as_simulated: bool, state: AgentState, points: Array, episodes: Episodes
+def _digest(
+    agent: Agent, large: bool, as_simulated: bool, state: AgentState, request: Any, experience: Any, keys: Array
 ) -> Any:
-    if as_simulated:  # in a batch of two, whose products are rounded as those of any other batch
-        state, points, episodes = jax.tree.map(
-            lambda leaf: jnp.concatenate([leaf, leaf]) if leaf.ndim else leaf, (state, points, episodes)
-        )
-    return agent.estimate(state, points, episodes, large)
+    return _as_simulated(lambda *its: agent.digest(*its, large), as_simulated, state, request, experience, keys)
 
 
-@partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)
-def _remember(agent: Agent, history: History | None, estimate: Array) -> tuple[History | None, Array]:
-    return agent.remember(history, estimate)
+@partial(jax.jit, static_argnames=("agent", "as_simulated"), compiler_options=QUICK_COMPILATION)
+def _message(
+    agent: Agent, as_simulated: bool, state: AgentState, memory: Any, batch: Any, exchange: Array | int
+) -> Any:
+    return _as_simulated(lambda *its: agent.message(*its, exchange), as_simulated, state, memory, batch)
 
 
 @partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)

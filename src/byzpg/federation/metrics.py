@@ -12,8 +12,9 @@ from jax import Array
 class SampleMetrics:
     """What the honest players sampled in one iteration, per seed."""
 
-    return_mean: Array  # undiscounted training return
+    return_mean: Array  # undiscounted training return; of PPO, of the last episode that ended in each environment
     return_std: Array  # over episodes
+    episodes: Array  # that ended, mean over players
     environment_steps: Array  # taken by all players together
     largest_weight: Array  # max ω of whole episodes, before the cap; this and the next two are perfect in large batches
     effective_sample: Array  # (Σω)²/(BΣω²) after the cap, mean over players

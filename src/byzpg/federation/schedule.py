@@ -13,7 +13,6 @@ from itertools import count
 from typing import Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -43,6 +42,16 @@ def play_stream(agent: int) -> int:
 def round_stream(num_agents: int, round_number: int) -> int:
     """The stream of a round of messages: round 0 carries gradients, the rounds from 1 on carry parameters."""
     return num_agents + round_number
+
+
+def exchange_key(key: Array, exchange: Array | int, num_exchanges: int) -> Array:
+    """The key of one of several exchanges of gradients, under the key of their round."""
+    return key if num_exchanges == 1 else jax.random.fold_in(jax.random.fold_in(key, 2), exchange)
+
+
+def block_key(key: Array, block: int) -> Array:
+    """The key of one block of a message, under the key of its exchange."""
+    return jax.random.fold_in(jax.random.fold_in(key, 3), block) if block else key
 
 
 # The common coin
@@ -160,24 +169,24 @@ class Schedule:
     """How long agents train, and how often they sample a large batch."""
 
     seed: int  # the first one
-    trajectories: int  # per agent
+    length: int  # per agent, in trajectories or, for agents with a critic, in steps
     switch_probability: float  # p
-    large_batch: int  # N
+    large_batch: int  # N, or the steps of an iteration
     small_batch: int  # B
     conventions: Conventions
     shared_coin: bool  # whether all seeds toss the first one's coin
 
-    def initial_parameters(self, policy: Policy) -> Array:
-        """θ_0 [d] of the first seed."""
-        key = jax.random.fold_in(jax.random.key(self.seed), INITIAL)
-        return jnp.asarray(self.conventions.initial_parameters(policy, key))
+    @property
+    def initial_key(self) -> Array:
+        """The key from which θ_0 of the first seed is drawn."""
+        return jax.random.fold_in(jax.random.key(self.seed), INITIAL)
 
     def plan(self, initial_parameters: Vectors) -> "Plan":
         """The batch of every iteration, which follows from the bits of θ_0 [d]."""
         coin = CommonCoin.of(initial_parameters)
         tosses = self.conventions.tosses(coin, self.switch_probability)
         large, total = [], [0]
-        while total[-1] < self.trajectories:
+        while total[-1] < self.length:
             large.append(next(tosses))
             total.append(total[-1] + (self.large_batch if large[-1] else self.small_batch))
         return Plan(np.asarray(large), np.asarray(total[1:]), coin.output_iteration(len(large)))
@@ -201,7 +210,7 @@ class Plan:
     """Which batch every iteration samples: known before the first one, as the coin is common."""
 
     large: np.ndarray  # [iteration]
-    trajectories: np.ndarray  # [iteration], running total per agent
+    progress: np.ndarray  # [iteration], running total per agent, in trajectories or steps
     output_iteration: int  # T̂
 
     @property

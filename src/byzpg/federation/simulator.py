@@ -21,11 +21,21 @@ from jax.sharding import Mesh
 
 from byzpg.envs.host import HostTask
 from byzpg.federation import devices
-from byzpg.federation.algorithms import Agent, AgentState, Federation, History, Sampled
+from byzpg.federation.agents import Agent, AgentState, Sampled
+from byzpg.federation.algorithms import Federation
 from byzpg.federation.devices import BY_SEED, EVERYWHERE, QUICK_COMPILATION, ByAgent, ByCoordinate, layout, placed
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
-from byzpg.federation.schedule import ATTACKERS, INITIAL, ITERATIONS, play_stream, round_stream, stream_key
-from byzpg.learning.rollouts import Episodes, PlayAttacks
+from byzpg.federation.schedule import (
+    ATTACKERS,
+    INITIAL,
+    ITERATIONS,
+    block_key,
+    exchange_key,
+    play_stream,
+    round_stream,
+    stream_key,
+)
+from byzpg.learning.rollouts import PlayAttacks
 from byzpg.robust.attacks import ByzantineSet, honest_mask
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all, joined
@@ -42,7 +52,7 @@ class SimulationState:
     """All that continues one federation; arrays of agents lead with [seed, holder]."""
 
     agents: AgentState
-    histories: History | None  # of all agents, also those of a server [seed, agent, ...]
+    memories: Any  # what agents keep to themselves, also those of a server [seed, agent, ...]
     output: Array  # θ_T̂ [seed, holder, d], once iteration T̂ has come
     iteration: Array  # [seed]
 
@@ -95,7 +105,7 @@ class Simulation:
         return (
             _start_divided(seeds, codes, mesh)
             if devices.divides_coordinates(mesh)
-            else placed(_start(seeds, codes), mesh)
+            else placed(_start(seeds, codes), mesh, self._dimension)
         )
 
     def shapes(self) -> States:
@@ -104,11 +114,11 @@ class Simulation:
 
     def placed(self, states: States) -> States:
         """The states on the devices where `run` leaves them; from others, the next block would be compiled again."""
-        return placed(states, self._mesh())
+        return placed(states, self._mesh(), self._dimension)
 
     def fetched(self, states: States) -> States:
         """The values of states on the devices, the inverse of `placed`; all processes must call this."""
-        return devices.unfilled(devices.fetched(states), self.federations[0].agent.policy.dimension)
+        return devices.unfilled(devices.fetched(states), self._dimension)
 
     def initial_parameters(self) -> np.ndarray:
         """θ_0 [seed, d], from which the coin of each seed follows."""
@@ -171,12 +181,16 @@ class Simulation:
         """Whether episodes are played outside JAX."""
         return isinstance(self.federations[0].agent.env, HostTask)
 
+    @property
+    def _dimension(self) -> int:
+        return self.federations[0].agent.dimension
+
     def _mesh(self) -> Mesh:
         """On a host task only seeds are divided among devices: episodes come from outside."""
         if self.on_host:
             return devices.mesh_for(len(self.seeds), 1)
         num_agents = [federation.num_agents for federation in self.federations]
-        coordinates = sum(num_agents) * self.federations[0].agent.policy.dimension
+        coordinates = sum(num_agents) * self._dimension
         return devices.mesh_for(len(self.seeds), max(num_agents), exchange_bytes=4 * len(self.seeds) * coordinates)
 
 
@@ -188,13 +202,13 @@ def _keys(seeds: Array, purpose: int) -> Array:
 @partial(jax.jit, static_argnames="codes")
 def _start(seeds: Array, codes: Federations) -> States:
     agent = codes[0].agent
-    initial = jax.vmap(partial(agent.conventions.initial_parameters, agent.policy))(_keys(seeds, INITIAL))
+    initial = jax.vmap(agent.initial_parameters)(_keys(seeds, INITIAL))
 
     @cache  # federations that start alike start from the same arrays
     def of(agent: Agent, num_holders: int, num_agents: int) -> SimulationState:
         agents = _split(agent.initial(jnp.repeat(initial, num_holders, axis=0)), len(seeds))
-        histories = _split(agent.initial_history(jnp.repeat(initial, num_agents, axis=0)), len(seeds))
-        return SimulationState(agents, histories, agents.parameters, jnp.zeros(len(seeds), jnp.int32))
+        memories = _split(agent.initial_memory(jnp.repeat(initial, num_agents, axis=0)), len(seeds))
+        return SimulationState(agents, memories, agents.parameters, jnp.zeros(len(seeds), jnp.int32))
 
     return tuple(of(code.agent, code.num_holders, code.num_agents) for code in codes)
 
@@ -202,8 +216,9 @@ def _start(seeds: Array, codes: Federations) -> States:
 @partial(jax.jit, static_argnames=("codes", "mesh"))
 def _start_divided(seeds: Array, codes: Federations, mesh: Mesh) -> States:
     states = _start(seeds, codes)
-    by = devices.division(mesh, codes[0].agent.policy.dimension)
-    return by.kept(devices.filled(by.kept(states), mesh))
+    dimension = codes[0].agent.dimension
+    by = devices.division(mesh, dimension)
+    return by.kept(devices.filled(by.kept(states), mesh, dimension))
 
 
 def _separated_numbers(federations: Federations) -> tuple[Federations, np.ndarray]:
@@ -303,18 +318,18 @@ def _run_block(
     states: States, keys: Keys, block: _Block, numbers: Array, codes: Federations, mesh: Mesh, *, only_large: bool
 ) -> tuple[States, tuple[Array, ...]]:
     """The states afterwards, and all metrics [seed, metric, entry] of each federation."""
-    dimension = codes[0].agent.policy.dimension
+    dimension = codes[0].agent.dimension
     by = devices.division(mesh, dimension)
     iterate = partial(_iterate_block, _tables(codes), by, only_large)
     if isinstance(by, ByCoordinate):
         states, metrics = iterate(by.kept(devices.unfilled(states, dimension)), keys, block, numbers)
-        return by.kept(devices.filled(states, mesh)), metrics
+        return by.kept(devices.filled(states, mesh, dimension)), metrics
     block_division: Any = EVERYWHERE, BY_SEED, BY_SEED
     return jax.shard_map(
         iterate,
         mesh=mesh,
-        in_specs=(layout(states, mesh), BY_SEED, _Block(*block_division), EVERYWHERE),
-        out_specs=(layout(states, mesh), BY_SEED),
+        in_specs=(layout(states, mesh, dimension), BY_SEED, _Block(*block_division), EVERYWHERE),
+        out_specs=(layout(states, mesh, dimension), BY_SEED),
         check_vma=False,
     )(states, keys, block, numbers)
 
@@ -370,13 +385,13 @@ def _run_on_host(
         large = batch == LARGE
         # One device: the policies of one time step are too little work to divide.
         now = _players_now(states, keys, numbers, codes=codes, large=large)
-        players, points = jax.device_put(now, mesh.devices.flat[0])
+        players, request = jax.device_put(now, mesh.devices.flat[0])
         attacks = _attacks_on_play(_tables(codes), [players], len(keys.attackers))
-        episodes = codes[0].agent.play(points, _merge(players.keys), large, attacks)
+        experience = codes[0].agent.play(request, _merge(players.keys), large, attacks)
         states, (entry,) = _run_iteration(
             states,
             keys,
-            placed(episodes, mesh),
+            placed(experience, mesh, codes[0].agent.dimension),
             block.output_iteration,
             None if block.takes_part is None else block.takes_part[:, index],
             numbers,
@@ -397,7 +412,7 @@ def _run_on_host(
 def _run_iteration(
     states: States,
     keys: Keys,
-    episodes: Episodes,
+    experience: Any,
     output_iteration: Array,
     takes_part: Array | None,
     numbers: Array,
@@ -406,28 +421,31 @@ def _run_iteration(
     large: bool,
     mesh: Mesh,
 ) -> tuple[States, tuple[Metrics, ...]]:
-    """One iteration with the episodes given."""
-    tables = _tables(codes)
+    """One iteration with what was played given."""
+    tables, dimension = _tables(codes), codes[0].agent.dimension
 
     def iterate(
         states: States,
         keys: Keys,
-        episodes: Episodes,
+        experience: Any,
         output_iteration: Array,
         takes_part: Array | None,
         numbers: Array,
     ) -> tuple[States, tuple[Metrics, ...]]:
         states = _with_output(tables, states, output_iteration)
-        after = _iteration(tables, ByAgent(), lambda *_: episodes, states, keys, numbers, large)
+        after = _iteration(tables, ByAgent(), lambda *_: experience, states, keys, numbers, large)
         return _where_taking_part(tables, takes_part, after, _skip(states))
 
     return jax.shard_map(
         iterate,
         mesh=mesh,
-        in_specs=(layout(states, mesh), BY_SEED, layout(episodes, mesh), BY_SEED, BY_SEED, EVERYWHERE),
-        out_specs=(layout(states, mesh), BY_SEED),
+        in_specs=(
+            *(layout(states, mesh, dimension), BY_SEED, layout(experience, mesh, dimension)),
+            *(BY_SEED, BY_SEED, EVERYWHERE),
+        ),
+        out_specs=(layout(states, mesh, dimension), BY_SEED),
         check_vma=False,
-    )(states, keys, episodes, output_iteration, takes_part, numbers)
+    )(states, keys, experience, output_iteration, takes_part, numbers)
 
 
 def _with_output(tables: tuple[_Table, ...], states: States, output_iteration: Array) -> States:
@@ -529,29 +547,33 @@ class Players:
     """The agents that play in an iteration; arrays lead with [row, player]."""
 
     agents: AgentState
+    memories: Any
     keys: Array
     byzantine: Array
 
 
 def _players(table: _Table, state: SimulationState, draws: Draws, large: bool) -> Players:
     num_players = table.code.num_players(large)
-    agents = jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (leaf.shape[0], num_players, *leaf.shape[2:])), state.agents
-    )
-    return Players(agents, draws.play_keys[:, :num_players], ~draws.honest_players(num_players))
+    # A server that samples alone has no memory: it sends nothing.
+    memories = state.memories if num_players == table.code.num_agents else None
+    byzantine = ~draws.honest_players(num_players)
+    return Players(_with_players(state.agents, num_players), memories, draws.play_keys[:, :num_players], byzantine)
+
+
+def _with_players(agents: AgentState, num_players: int) -> AgentState:
+    """What the holders of parameters have [row, holder, ...], for each player: the server's, if there is one."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (leaf.shape[0], num_players, *leaf.shape[2:])), agents)
 
 
 @partial(jax.jit, static_argnames=("codes", "large"))
-def _players_now(
-    states: States, keys: Keys, numbers: Array, *, codes: Federations, large: bool
-) -> tuple[Players, Array]:
-    """The players of one federation, and the parameters with which they play [row × player, point, d]."""
+def _players_now(states: States, keys: Keys, numbers: Array, *, codes: Federations, large: bool) -> tuple[Players, Any]:
+    """The players of one federation, and what they request to play [row × player, ...]."""
     (table,), (state,) = tables, _ = _tables(codes), states
     (draws,) = _draws(tables, state.iteration, keys)
     this = _Iteration(table, table.with_numbers(numbers, len(keys.attackers)), ByAgent(), state, draws)
     players = _players(table, state, draws, large)
     merged, agent = _merge(players), _repeated(this.agent, table.code.num_players(large))
-    return players, agent.points(merged.agents, merged.keys, large)
+    return players, agent.request(merged.agents, merged.memories, merged.keys, large)
 
 
 def _attacks_on_play(tables: tuple[_Table, ...], players: list[Players], num_seeds: int) -> PlayAttacks:
@@ -577,29 +599,23 @@ def _separated(tree: Any, sizes: Sequence[int]) -> list[Any]:
     return [jax.tree.unflatten(structure, each) for each in zip(*pieces, strict=True)]
 
 
-def _estimates(
-    agents: Sequence[Agent], players: Sequence[Players], episodes: Episodes, large: bool
-) -> list[tuple[Array, Sampled]]:
-    """The estimates of each table's players and what they sampled; agents with the same code estimate as one batch."""
-    sizes = [len(each.keys) for each in players]
+def _by_code(function: Callable[..., Any], agents: Sequence[Agent], of_tables: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Apply function(agent, *arguments) to each table's agents; agents with the same code are one batch."""
     groups: dict[Agent, list[int]] = {}  # the tables of each code, by index
     separated = [without_numbers(agent) for agent in agents]
     for index, (code, _) in enumerate(separated):
         groups.setdefault(code, []).append(index)
-    played = _separated(episodes, sizes) if len(groups) > 1 else []
-    results: dict[int, tuple[Array, Sampled]] = {}
+    results: dict[int, Any] = {}
     for code, members in groups.items():
-        together = joined([players[index] for index in members])
         agent = with_numbers(code, joined([separated[index][1] for index in members]))
-        theirs = joined([played[index] for index in members]) if played else episodes
-        points = agent.points(together.agents, together.keys, large)
-        found = agent.estimate(together.agents, points, theirs, large)
-        results |= zip(members, _separated(found, [sizes[index] for index in members]), strict=True)
+        found = function(agent, *joined([of_tables[index] for index in members]))
+        sizes = [len(jax.tree.leaves(of_tables[index])[0]) for index in members]
+        results |= zip(members, _separated(found, sizes), strict=True)
     return [results[index] for index in range(len(agents))]
 
 
-# Plays a batch: parameters [player, point, d], keys, whether it is large, and the attacks on play.
-Play = Callable[[Array, Array, bool, PlayAttacks], Episodes]
+# Plays a batch: what is requested [player, ...], keys, whether it is large, and the attacks on play.
+Play = Callable[[Any, Array, bool, PlayAttacks], Any]
 
 
 def _iteration(
@@ -620,39 +636,100 @@ def _iteration(
     ]
 
     at_servers = [each for each in iterations if each.table.code.centralized]
+    others = [each for each in iterations if each not in at_servers]
+    num_exchanges = tables[0].code.agent.num_exchanges
     both_sizes = not isinstance(large, bool)
 
-    def estimates(batch_is_large: bool, players: list[Players]) -> list[tuple[Array, Sampled]]:
-        """The estimates [row, player, d] of some players of each table, and what they sampled."""
-        attacks = _attacks_on_play(tables, players, num_seeds)
-        players = _merge(players)
-        agents = [
+    def agents_of(players: Sequence[Players]) -> list[Agent]:
+        """The agents of each table, with numbers [row × player]."""
+        return [
             _repeated(this.agent, len(each.keys) // this.num_rows)
             for this, each in zip(iterations, players, strict=True)
         ]
-        points, play_keys = joined(
-            [
-                (agent.points(each.agents, each.keys, batch_is_large), each.keys)
-                for agent, each in zip(agents, players, strict=True)
-            ]
-        )
-        episodes = play(points, play_keys, batch_is_large, attacks)
-        results = stored(_estimates(agents, players, episodes, batch_is_large))
-        return [_split(result, this.num_rows) for this, result in zip(iterations, results, strict=True)]
+
+    def split(trees: Sequence[Any]) -> list[Any]:
+        return [_split(tree, this.num_rows) for this, tree in zip(iterations, trees, strict=True)]
+
+    def digests(batch_is_large: bool, players: list[Players]) -> list[tuple[Any, Sampled]]:
+        """Let some players of each table play; return what their messages are computed from, and what it was like."""
+        attacks = _attacks_on_play(tables, players, num_seeds)
+        players = _merge(players)
+        agents, sizes = agents_of(players), [len(each.keys) for each in players]
+        requests = [
+            agent.request(each.agents, each.memories, each.keys, batch_is_large)
+            for agent, each in zip(agents, players, strict=True)
+        ]
+        experience = play(joined(requests), jnp.concatenate([each.keys for each in players]), batch_is_large, attacks)
+        given = [
+            (each.agents, request, played, each.keys)
+            for each, request, played in zip(players, requests, _separated(experience, sizes), strict=True)
+        ]
+        return split(_by_code(lambda agent, *its: agent.digest(*its, batch_is_large), agents, given))
+
+    def messages(exchange: Array | int, given: list[tuple[Players, Any]]) -> list[tuple[Array, Any]]:
+        """The messages [row, player, d] of some players of each table, and their memories afterwards."""
+        given = _merge(given)
+        agents = agents_of([players for players, _ in given])
+        arguments = [(players.agents, players.memories, batch) for players, batch in given]
+        found = _by_code(lambda agent, *its: agent.message(*its, exchange), agents, arguments)
+        return split([(message, memories) for memories, message in found])
+
+    def first_messages(batch_is_large: bool, players: list[Players]) -> list[tuple[Array, Any]]:
+        """As `messages`, of players that have not played yet; also what their play was like."""
+        digested = digests(batch_is_large, players)
+        given = [(each, batch) for each, (batch, _) in zip(players, digested, strict=True)]
+        found = stored(messages(0, given))
+        return [(sent, (kept, of)) for (sent, kept), (_, of) in zip(found, digested, strict=True)]
+
+    def players_of(batch_is_large: bool) -> list[Players]:
+        return [_players(each.table, each.state, each.draws, batch_is_large) for each in iterations]
 
     def estimated(batch_is_large: bool) -> list[_Gradients]:
-        """What the players estimate; where the batch decides whether servers aggregate, also what they aggregate."""
-        players = [_players(each.table, each.state, each.draws, batch_is_large) for each in iterations]
-        results = by.for_agents(partial(estimates, batch_is_large), players)
+        """What the players send; where the batch decides whether servers aggregate, also what they aggregate."""
+        results = by.for_agents(partial(first_messages, batch_is_large), players_of(batch_is_large))
         found = [
-            this.gradients(*result, large=batch_is_large) for this, result in zip(iterations, results, strict=True)
+            this.gradients(sent, kept, this.sample_metrics(sampled))
+            for this, (sent, (kept, sampled)) in zip(iterations, results, strict=True)
         ]
-        return _aggregated(iterations, found, at_servers, by) if both_sizes and batch_is_large else found
+        return _aggregated(iterations, found, at_servers, 0, by) if both_sizes and batch_is_large else found
 
-    found = _either(large, partial(estimated, True), partial(estimated, False))
-    others = [each for each in iterations if each not in at_servers]
-    found = _aggregated(iterations, found, iterations if large is True else others, by)
-    outcomes = [this.finish(gradients, large) for this, gradients in zip(iterations, found, strict=True)]
+    if num_exchanges == 1:
+        found = _either(large, partial(estimated, True), partial(estimated, False))
+        found = _aggregated(iterations, found, iterations if large is True else others, 0, by)
+        advanced = [this.advance(gradients, large) for this, gradients in zip(iterations, found, strict=True)]
+        exchanged = [each.exchanged for each in found]
+    else:
+        players = players_of(True)
+        digested = by.for_agents(partial(digests, True), players)
+        metrics = [this.sample_metrics(sampled) for this, (_, sampled) in zip(iterations, digested, strict=True)]
+
+        def exchange(carry: list[tuple[AgentState, Any]], number: Array) -> tuple[Any, list[ExchangeMetrics]]:
+            now = [
+                replace(each, agents=_with_players(agents, each.keys.shape[1]), memories=memories)
+                for each, (agents, memories) in zip(players, carry, strict=True)
+            ]
+            given = [(each, batch) for each, (batch, _) in zip(now, digested, strict=True)]
+            sent = by.for_agents(partial(messages, number), given)
+            at = [
+                replace(this, state=replace(this.state, agents=agents))
+                for this, (agents, _) in zip(iterations, carry, strict=True)
+            ]
+            found = [this.gradients(*each, of) for this, each, of in zip(at, sent, metrics, strict=True)]
+            found = _aggregated(at, found, at, number, by)
+            following = [
+                (this.advance(gradients, True), gradients.memories) for this, gradients in zip(at, found, strict=True)
+            ]
+            return following, [each.exchanged for each in found]
+
+        start = [(each.state.agents, each.state.memories) for each in iterations]
+        ended, of_exchanges = lax.scan(exchange, start, jnp.arange(num_exchanges))
+        advanced = [agents for agents, _ in ended]
+        exchanged = jax.tree.map(partial(jnp.mean, axis=0), of_exchanges)
+        found = [
+            replace(this.gradients(agents.parameters, memories, of), exchanged=report)
+            for this, (agents, memories), of, report in zip(iterations, ended, metrics, exchanged, strict=True)
+        ]
+    outcomes = [this.finish(*each) for this, each in zip(iterations, zip(found, advanced, strict=True), strict=True)]
     following, metrics = zip(*outcomes, strict=True)
     return following, metrics
 
@@ -662,7 +739,7 @@ def _iteration(
 class _Gradients:
     """The gradients of a table's players, later those of its holders of parameters, and what is known of them."""
 
-    histories: History | None  # of all agents [row, agent, ...]
+    memories: Any  # of all agents [row, agent, ...]
     own: Array  # what the players would send [row, player, d]
     aggregated: Array  # [row, holder, d]; `own` until there is an aggregate
     sampled: SampleMetrics
@@ -673,25 +750,43 @@ def _aggregated(
     iterations: Sequence["_Iteration"],
     gradients: list[_Gradients],
     where: Sequence["_Iteration"],
+    exchange: Array | int,
     by: ByAgent | ByCoordinate,
 ) -> list[_Gradients]:
     """The gradients once they have been exchanged in some of the tables; all their rounds are carried out together."""
     where = [each for each in where if each.table.code.num_agents > 1]
-    rounds = [
-        each.rounds("gradients", this.own, each.draws.gradient_keys) if each in where else []
+    blocks = [
+        each.gradient_rounds(this.own, exchange) if each in where else []
         for each, this in zip(iterations, gradients, strict=True)
     ]
-    outcomes = iter(exchange_all([each for of_table in rounds for each in of_table], by.receivers))
+    outcomes = iter(exchange_all([each for table in blocks for block in table for each in block], by.receivers))
     found = []
-    for each, this, of_table in zip(iterations, gradients, rounds, strict=True):
+    for each, this, of_table in zip(iterations, gradients, blocks, strict=True):
         if of_table:
-            aggregated, report = joined([next(outcomes) for _ in of_table])
-            aggregated = by.kept(aggregated)
+            parts, reports = zip(*(joined([next(outcomes) for _ in block]) for block in of_table), strict=True)
+            aggregated = by.kept(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2))
             own = aggregated if each.table.code.centralized else this.own
-            exchanged = _exchange_metrics(each.draws.is_honest, report)
+            exchanged = _exchange_metrics(each.draws.is_honest, _of_blocks(reports))
             this = replace(this, own=own, aggregated=aggregated, exchanged=exchanged)
         found.append(this)
     return found
+
+
+def _of_blocks(reports: Sequence[Diagnostics]) -> Diagnostics:
+    """What is known of whole vectors whose blocks were exchanged one by one.
+
+    Squared distances add up. A diameter is at most the root of the sum, and weights are the mean over blocks.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports)
+    return Diagnostics(
+        error=jnp.sum(stacked.error, axis=0),
+        honest_variance=jnp.sum(stacked.honest_variance, axis=0),
+        diameter_before=jnp.linalg.norm(stacked.diameter_before, axis=0),
+        diameter_after=jnp.linalg.norm(stacked.diameter_after, axis=0),
+        weights=jnp.mean(stacked.weights, axis=0),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -714,16 +809,25 @@ class _Iteration:
         code = self.table.code.agent
         return with_numbers(code, joined([without_numbers(each.agent)[1] for each in self.federations]))
 
-    def gradients(self, estimates: Array, sampled: Sampled, *, large: bool) -> _Gradients:
-        """What the players estimated, before any message."""
-        is_honest = self.draws.honest_players(estimates.shape[1])
-        metrics = _sample_metrics(is_honest, sampled)
-        histories = self.state.histories
-        if large or not self.table.code.centralized:  # a server that samples alone sends nothing
-            agent = _repeated(self.agent, self.table.code.num_agents)
-            found = agent.remember(_merge(histories), _merge(estimates))
-            histories, estimates = self.by.kept(_split(found, self.num_rows))
-        return _Gradients(histories, estimates, estimates, metrics, ExchangeMetrics.none(self.num_rows))
+    def sample_metrics(self, sampled: Sampled) -> SampleMetrics:
+        return _sample_metrics(self.draws.honest_players(sampled.steps.shape[1]), sampled)
+
+    def gradients(self, sent: Array, memories: Any, metrics: SampleMetrics) -> _Gradients:
+        """What the players send, before any message arrives. Without memories, what the agents have is as it was."""
+        memories = self.state.memories if memories is None else self.by.kept(memories)
+        return _Gradients(memories, sent, sent, metrics, ExchangeMetrics.none(self.num_rows))
+
+    def gradient_rounds(self, vectors: Array, exchange: Array | int) -> list[list[Round]]:
+        """The rounds of messages of each block and kind, for vectors [row, agent, d]."""
+        agent, begin, rounds = self.table.code.agent, 0, []
+        keys = jax.vmap(partial(exchange_key, exchange=exchange, num_exchanges=agent.num_exchanges))(
+            self.draws.gradient_keys
+        )
+        for block, size in enumerate(agent.blocks):
+            part = vectors if size == agent.dimension else vectors[:, :, begin : begin + size]
+            rounds.append(self.rounds("gradients", part, jax.vmap(partial(block_key, block=block))(keys)))
+            begin += size
+        return rounds
 
     def rounds(self, phase: Phase, vectors: Array, message_keys: Array) -> list[Round]:
         """The rounds of messages of each kind, for vectors [row, agent, d]."""
@@ -747,12 +851,17 @@ class _Iteration:
             )
         return rounds
 
-    def finish(self, gradients: _Gradients, large: Array | bool) -> tuple[SimulationState, Metrics]:
-        """The rest of the iteration, once all holders of parameters have their aggregate."""
+    def advance(self, gradients: _Gradients, large: Array | bool) -> AgentState:
+        """The states of the holders of parameters [row, holder, ...] after a step."""
+        agent = _repeated(self.agent, self.table.code.num_holders)
+        before, own, aggregated = _merge((self.state.agents, gradients.own, gradients.aggregated))
+        return self.by.kept(_split(agent.advance(before, own, aggregated, large), self.num_rows))
+
+    def finish(self, gradients: _Gradients, advanced: AgentState) -> tuple[SimulationState, Metrics]:
+        """The rest of the iteration, once all holders of parameters have taken their steps."""
         code, state, num_rows = self.table.code, self.state, self.num_rows
         agent = _repeated(self.agent, code.num_holders)
-        before = _merge(state.agents)
-        agents = agent.advance(before, _merge(gradients.own), _merge(gradients.aggregated), large)
+        before, agents = _merge((state.agents.parameters, advanced))
 
         diameters = jnp.full((2, num_rows), jnp.nan)
         if code.agrees:
@@ -765,9 +874,9 @@ class _Iteration:
             sent = _split(agents.parameters, num_rows)
             agreed, (first, last) = lax.scan(agree, sent, self.draws.agreement_keys.T)
             diameters = jnp.stack([first[0], last[-1]])
-            agents = agent.settle(before.parameters, agents, _merge(agreed))
+            agents = agent.settle(before, agents, _merge(agreed))
 
-        exact = _split(agent.gradient_squared(before.parameters), num_rows)
+        exact = _split(agent.gradient_squared(before), num_rows)
         metrics = Metrics(
             **vars(gradients.sampled),
             **vars(gradients.exchanged),
@@ -776,7 +885,7 @@ class _Iteration:
             gradient_squared=_mean(self.draws.honest_players(code.num_holders), exact),
         )
         agents = self.by.kept(_split(agents, num_rows))
-        return SimulationState(agents, gradients.histories, state.output, state.iteration + 1), metrics
+        return SimulationState(agents, gradients.memories, state.output, state.iteration + 1), metrics
 
 
 def _repeated(agent: Agent, times: int) -> Agent:
@@ -803,7 +912,8 @@ def _sample_metrics(is_honest: Array, sampled: Sampled) -> SampleMetrics:
     return SampleMetrics(
         return_mean=return_mean,
         return_std=jnp.sqrt(_mean(is_honest, jnp.square(sampled.returns - return_mean[:, None, None]))),
-        environment_steps=jnp.sum(sampled.lengths, axis=(1, 2)).astype(jnp.float32),
+        episodes=_mean(is_honest, sampled.ended),
+        environment_steps=jnp.sum(sampled.steps, axis=1).astype(jnp.float32),
         largest_weight=jnp.max(jnp.where(is_honest, sampled.health.largest, 0), axis=1),
         effective_sample=_mean(is_honest, sampled.health.effective_sample),
         capped=_mean(is_honest, sampled.health.capped),

@@ -1,4 +1,4 @@
-"""Policies π_θ(a|s): multilayer perceptrons over one flat float32 vector θ [d].
+"""Policies π_θ(a|s) and critics: multilayer perceptrons over one flat float32 vector θ [d].
 
 `unflatten` turns θ into weights. All other functions take the weights, so that a rollout does not slice θ at every
 step. Functions are written for one θ and observations [..., features]; callers `vmap` over agents.
@@ -8,7 +8,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, pairwise
-from math import log, pi, prod
+from math import e, log, pi, prod
 from typing import Any
 
 import jax
@@ -26,15 +26,15 @@ Weights = tuple[tuple[Array, ...], ...]  # per layer: matrix [in, out], bias [ou
 
 
 @dataclass(frozen=True)
-class Policy(Component):
-    """A multilayer perceptron, whose outputs are the parameters of a distribution over actions.
+class Network(Component):
+    """A multilayer perceptron.
 
     Attributes:
         observation_size: The number of features of an observation.
         hidden: The sizes of the hidden layers.
         activation: The activation of the hidden layers: relu, tanh, elu or silu.
-        output_tanh: Whether the outputs are bounded to ±1 by a tanh, as in the paper. This bounds the action
-            probabilities, too.
+        output_tanh: Whether the outputs are bounded to ±1 by a tanh, as in the paper. In a policy, this bounds the
+            action probabilities, too.
     """
 
     observation_size: int
@@ -52,11 +52,6 @@ class Policy(Component):
     def num_outputs(self) -> int: ...
 
     @property
-    @abstractmethod
-    def noise_size(self) -> int:
-        """The number of uniform draws that one action takes."""
-
-    @property
     def layer_sizes(self) -> tuple[int, ...]:
         return self.observation_size, *self.hidden, self.num_outputs
 
@@ -66,18 +61,24 @@ class Policy(Component):
 
     @property
     def dimension(self) -> int:
-        """The length d of θ."""
+        """The length of the network's part of θ."""
         return sum(prod(shape) for shape in self._shapes)
 
     def initial(self, key: Array) -> Array:
-        """Draw θ_0 [d]: weights and biases are uniform in ±1/√(number of the layer's inputs)."""
+        """Draw the initial parameters: weights and biases are uniform in ±1/√(number of the layer's inputs)."""
         bounds = []
         for inputs, outputs in pairwise(self.layer_sizes):
             bounds += (inputs + 1) * outputs * [inputs**-0.5]
         return jax.random.uniform(key, (len(bounds),), minval=-1) * jnp.asarray(bounds)
 
+    def with_last_layer(self, parameters: Array, factor: float) -> Array:
+        """The parameters with those of the last layer multiplied by a factor."""
+        sizes = [prod(shape) for shape in self._shapes]
+        first, end = sum(sizes[:-2]), sum(sizes)
+        return parameters.at[first:end].multiply(factor)
+
     def unflatten(self, parameters: Array) -> Weights:
-        """Split θ [d] into the weights [in, out] and biases [out] of the layers."""
+        """Split the parameters into the weights [in, out] and biases [out] of the layers."""
         parts, start = [], 0
         for shape in self._shapes:
             parts.append(parameters[start : start + prod(shape)].reshape(shape))
@@ -93,6 +94,29 @@ class Policy(Component):
             if index < len(self.hidden):
                 values = ACTIVATIONS[self.activation](values)
         return jnp.tanh(values) if self.output_tanh else values
+
+
+@dataclass(frozen=True)
+class Critic(Network):
+    """The value of an observation: the discounted return that the policy is expected to have from there on."""
+
+    @property
+    def num_outputs(self) -> int:
+        return 1
+
+    def values(self, weights: Weights, observations: Array) -> Array:
+        """The values [...] at observations [..., features]."""
+        return self.outputs(weights, observations)[..., 0]
+
+
+@dataclass(frozen=True)
+class Policy(Network):
+    """A network whose outputs are the parameters of a distribution over actions."""
+
+    @property
+    @abstractmethod
+    def noise_size(self) -> int:
+        """The number of uniform draws that one action takes."""
 
     def draw(self, weights: Weights, outputs: Array, noise: Array) -> Array:
         """Draw actions, given the network's outputs and uniform draws `noise` [..., noise_size]."""
@@ -118,6 +142,10 @@ class Policy(Component):
     @abstractmethod
     def log_probability(self, weights: Weights, outputs: Array, actions: Array) -> Array:
         """Compute log π(a|s) [...], given the network's outputs at s."""
+
+    @abstractmethod
+    def entropy(self, weights: Weights, outputs: Array) -> Array:
+        """The entropy of the distribution over actions [...]."""
 
     @abstractmethod
     def mode(self, weights: Weights, outputs: Array) -> Array:
@@ -153,6 +181,10 @@ class CategoricalMLP(Policy):
         # The gradient of a masked sum is a product; that of a gather would be a scatter, which is slower.
         chosen = jnp.arange(self.num_actions) == actions[..., None]
         return jnp.sum(jnp.where(chosen, outputs, 0), axis=-1) - jax.nn.logsumexp(outputs, axis=-1)
+
+    def entropy(self, weights: Weights, outputs: Array) -> Array:
+        logarithms = jax.nn.log_softmax(outputs, axis=-1)
+        return -jnp.sum(jnp.exp(logarithms) * logarithms, axis=-1)
 
     def mode(self, weights: Weights, outputs: Array) -> Array:
         return jnp.argmax(outputs, axis=-1).astype(jnp.int32)
@@ -211,6 +243,9 @@ class GaussianMLP(Policy):
         log_std = weights[-1][0]
         standardised = (actions - outputs) * jnp.exp(-log_std)
         return -jnp.sum(0.5 * jnp.square(standardised) + log_std + 0.5 * log(2 * pi), axis=-1)
+
+    def entropy(self, weights: Weights, outputs: Array) -> Array:
+        return jnp.broadcast_to(jnp.sum(weights[-1][0] + 0.5 * log(2 * pi * e)), outputs.shape[:-1])
 
     def mode(self, weights: Weights, outputs: Array) -> Array:
         return outputs

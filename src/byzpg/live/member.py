@@ -63,7 +63,7 @@ class ObservedPeer(members.Peer):
         if phase is not None:
             status.combined(phase, self.outcome.diameter, self.outcome.weights)
             return {}
-        trajectories, mean = int(self.plan.trajectories[iteration]), float(np.mean(self.returns))
+        trajectories, mean = int(self.plan.progress[iteration]), float(np.mean(self.returns))
         status.iteration_ended(iteration + 1, trajectories, mean)
         return {
             "trajectories": trajectories,

@@ -122,7 +122,7 @@ class ByzPG(Strategy):
         self.usable.append(usable)
         entry: dict[str, int | float] = {
             "return": mean_return,
-            "trajectories": int(self.server.plan.trajectories[iteration]),
+            "trajectories": int(self.server.plan.progress[iteration]),
             "stepped": int(stepped),
             "replies-refused": self.refused.total() - refused_before,
         }

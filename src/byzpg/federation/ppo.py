@@ -1,0 +1,218 @@
+"""Agents with a critic, which learn by proximal policy optimization.
+
+θ is the policy's parameters followed by the critic's. Their gradients are aggregated each by itself: the critic's is
+longer, and would otherwise decide every distance.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+
+from byzpg.federation.agents import Agent, AgentState, History, Sampled
+from byzpg.learning.advantages import PPO, Steps, generalized_advantages, normalized, objective, shortened
+from byzpg.learning.gradients import Health
+from byzpg.learning.policies import Critic
+from byzpg.learning.rollouts import PlayAttacks
+from byzpg.learning.segments import Environments, Segment, play_segment
+from byzpg.robust.components import with_numbers, without_numbers
+
+# The factor of the policy's last layer in θ_0: so the first actions are almost uniform, whatever is observed.
+FIRST_POLICY = 0.01
+# The purpose of the keys of minibatches under an agent's key, beside those of play.
+MINIBATCHES = 6
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Memory:
+    """What an agent keeps to itself; arrays lead with [agent]."""
+
+    environments: Environments
+    history: History | None  # of its gradients, with momentum
+    optimizer: optax.OptState | None  # of the steps it takes alone, if there is more than one between two exchanges
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Played:
+    """What agents did in one iteration, and where that left their environments."""
+
+    environments: Environments
+    segment: Segment
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """What the updates of one iteration are computed from."""
+
+    environments: Environments
+    steps: Steps  # [agent, step, ...]
+    keys: Array  # [agent, ...], the data of the keys of minibatches
+
+
+@dataclass(frozen=True)
+class PPOAgent(Agent):
+    """An agent that plays on in its environments, and learns from every step several times."""
+
+    numbers: ClassVar[tuple[str, ...]] = ("discount", "momentum", "step_size", "adam_epsilon")
+
+    ppo: PPO
+
+    @property
+    def critic(self) -> Critic:
+        return Critic(self.policy.observation_size, self.policy.hidden, self.policy.activation)
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        options = self.ppo
+        counts = options.environments, options.segment, options.epochs, options.minibatches, options.exchange_every
+        return self.env, self.policy, self.horizon, counts
+
+    @property
+    def num_exchanges(self) -> int:
+        return self.ppo.num_updates // self.ppo.exchange_every
+
+    @property
+    def num_updates(self) -> int:
+        return self.ppo.num_updates
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return self.policy.dimension, self.critic.dimension
+
+    @property
+    def _steps_alone(self) -> bool:
+        """Whether agents take steps of their own between exchanges, and exchange how far these led."""
+        return self.ppo.exchange_every > 1
+
+    def initial_parameters(self, key: Array) -> Array:
+        for_policy, for_critic = jax.random.split(key)
+        policy = self.policy.with_last_layer(self.policy.initial(for_policy), FIRST_POLICY)
+        return jnp.concatenate([policy, self.critic.initial(for_critic)])
+
+    def initial_memory(self, parameters: Array) -> Memory:
+        return Memory(
+            Environments.initial(self.env, len(parameters), self.ppo.environments),
+            self.initial_history(parameters),
+            jax.vmap(self._transform().init)(parameters) if self._steps_alone else None,
+        )
+
+    def recalled(self, direction: Array, count: Array) -> Memory:
+        blank = self.initial_memory(direction)
+        updates = count * self.num_updates
+        return Memory(blank.environments, self.recalled_history(direction, updates), blank.optimizer)
+
+    def request(self, state: AgentState, memory: Memory, keys: Array, large: bool) -> tuple[Array, Environments]:
+        """The parameters of the policies [agent, d], and where the environments stand."""
+        return state.parameters[:, : self.policy.dimension], memory.environments
+
+    def play(
+        self, request: tuple[Array, Environments], keys: Array, large: bool, attackers: PlayAttacks = ()
+    ) -> Played:
+        """Play S steps in each of the agents' E environments."""
+        return Played(
+            *play_segment(
+                self.env,
+                self.policy,
+                *request,
+                keys,
+                num_steps=self.ppo.segment,
+                horizon=self.horizon,
+                attackers=attackers,
+            )
+        )
+
+    def digest(
+        self, state: AgentState, request: tuple[Array, Environments], experience: Played, keys: Array, large: bool
+    ) -> tuple[Batch, Sampled]:
+        """Compute advantages and the critic's targets."""
+        code, numbers = self._separated(len(keys))
+
+        def of_agent(numbers: tuple[Array, ...], parameters: Array, segment: Segment) -> Steps:
+            agent = with_numbers(code, numbers)
+            weights = agent.critic.unflatten(parameters[agent.policy.dimension :])
+            values, following = (
+                agent.critic.values(weights, seen) for seen in (segment.observations, segment.following)
+            )
+            advantages = generalized_advantages(
+                agent.ppo.reward_scale * segment.rewards,
+                values,
+                following,
+                segment.terminated,
+                segment.ended,
+                discount=agent.discount,
+                gae_lambda=agent.ppo.gae_lambda,
+            )
+            steps = Steps(
+                segment.observations,
+                segment.actions,
+                segment.log_probabilities,
+                normalized(advantages),
+                advantages + values,
+            )
+            return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), steps)
+
+        environments = experience.environments
+        before = request[1]
+        sampled = Sampled(
+            returns=environments.latest,
+            steps=jnp.full(len(keys), self.ppo.num_steps),
+            ended=jnp.sum(environments.ended - before.ended, axis=1),
+            health=Health.perfect(len(keys)),
+        )
+        steps = jax.vmap(of_agent)(numbers, state.parameters, experience.segment)
+        minibatch_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, MINIBATCHES)
+        return Batch(environments, steps, jax.random.key_data(minibatch_keys)), sampled
+
+    def message(self, state: AgentState, memory: Memory, batch: Batch, exchange: Array | int) -> tuple[Memory, Array]:
+        """The gradient of the objective in one update or, with several updates, the change that they make."""
+        if not self._steps_alone:
+            estimate = self._gradient(state.parameters, batch, exchange)
+            history, message = self.remember(memory.history, estimate)
+            return Memory(batch.environments, history, None), message
+
+        def update(carry: tuple[AgentState, History | None], number: Array) -> tuple[Any, None]:
+            alone, history = carry
+            history, message = self.remember(history, self._gradient(alone.parameters, batch, number))
+            return (self.stepped(alone, message), history), None
+
+        every = self.ppo.exchange_every
+        first = AgentState(state.parameters, state.previous, state.direction, memory.optimizer)
+        numbers = exchange * every + jnp.arange(every)
+        (alone, history), _ = lax.scan(update, (first, memory.history), numbers)
+        return Memory(batch.environments, history, alone.optimizer), alone.parameters - state.parameters
+
+    def advance(self, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
+        if not self._steps_alone:
+            return super().advance(state, own, aggregated, large)
+        return AgentState(state.parameters + aggregated, state.parameters, aggregated, state.optimizer)
+
+    def _gradient(self, parameters: Array, batch: Batch, update: Array | int) -> Array:
+        """The gradient [agent, d] of one update, by policy and critic cut to the largest norm."""
+        code, numbers = self._separated(len(parameters))
+        size = self.ppo.num_steps // self.ppo.minibatches
+        epoch, part = jnp.divmod(jnp.asarray(update), self.ppo.minibatches)
+
+        def of_agent(numbers: tuple[Array, ...], parameters: Array, steps: Steps, key: Array) -> Array:
+            agent = with_numbers(code, numbers)
+            if self.ppo.minibatches > 1:
+                shuffled = jax.random.fold_in(jax.random.wrap_key_data(key), epoch)
+                order = jax.random.permutation(shuffled, self.ppo.num_steps)
+                chosen = lax.dynamic_slice_in_dim(order, part * size, size)
+                steps = jax.tree.map(lambda leaf: leaf[chosen], steps)
+            whole = partial(objective, agent.policy, agent.critic, steps=steps, options=agent.ppo)
+            gradients = jnp.split(jax.grad(whole)(parameters), [self.policy.dimension])
+            return jnp.concatenate([shortened(each, agent.ppo.largest_norm) for each in gradients])
+
+        return jax.vmap(of_agent)(numbers, parameters, batch.steps, batch.keys)
+
+    def _separated(self, num_agents: int) -> tuple["PPOAgent", tuple[Array, ...]]:
+        """The agents' code, and their numbers [agent]."""
+        code, numbers = without_numbers(self)
+        return code, tuple(jnp.broadcast_to(jnp.asarray(each), num_agents) for each in numbers)
