@@ -247,19 +247,25 @@ def test_a_small_batch_left_out_is_never_the_larger_one() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_algorithms_have_only_their_own_rules(algorithm: str) -> None:
-    settings = Config(algorithm=algorithm, preset="paper").resolved()
-    rules = {"ByzPG": RFA(), "DecByzPG": RFA(), "FedPG-BR": FedPGFilter()}
+    settings = Config(algorithm=algorithm).resolved()
+    tuned, agrees = NNM(TrimmedMean()), algorithm in ("DecByzPG", "DecByzPPO")
+    rules = {"ByzPG": tuned, "DecByzPG": tuned, "FedPG-BR": FedPGFilter(), "ByzPPO": tuned, "DecByzPPO": tuned}
     assert settings.aggregator == rules.get(algorithm, Mean())
-    assert settings.agreement == (agreement.MDA() if algorithm == "DecByzPG" else NoAgreement())
-    assert (settings.rounds > 0) == (algorithm == "DecByzPG")
-    assert Config(algorithm=algorithm.lower().replace("-", "_"), preset="paper").resolved() == settings
+    assert settings.agreement == (agreement.MDA() if agrees else NoAgreement())
+    assert (settings.rounds > 0) == agrees
+    assert Config(algorithm=algorithm.lower().replace("-", "_")).resolved() == settings
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_settings_survive_the_way_through_a_file(preset: Any, algorithm: str) -> None:
     step_size = 0.01 if preset == "theory" and algorithm not in A_OF_THEORY else None  # no theorem has one for these
-    settings = Config(preset=preset, algorithm=algorithm, step_size=step_size).resolved()
+    config = Config(preset=preset, algorithm=algorithm, step_size=step_size)
+    if "PPO" in algorithm and preset != "tuned":
+        with pytest.raises(ValueError, match=f"^preset = {preset} is for the paper's algorithms, not for {algorithm}"):
+            config.resolved()
+        return
+    settings = config.resolved()
     assert Config.of(json.loads(json.dumps(settings.as_data())), "test").resolved() == settings
 
 

@@ -222,9 +222,9 @@ def test_progress_is_told_after_every_block(config: Config, run: Run) -> None:
     ends = [BLOCK, 2 * BLOCK, timetable.num_entries]
     assert [each.iteration for each in seen] == ends
     done = [timetable.iterations(end) for end in ends]
-    assert [each.trajectories for each in seen] == [int(run.trajectories[[0, 1], end - 1].mean()) for end in done]
+    assert [each.progress for each in seen] == [int(run.trajectories[[0, 1], end - 1].mean()) for end in done]
     assert all(each.num_iterations == timetable.num_entries for each in seen)
-    assert all(each.total_trajectories == int(run.trajectories[:, -1].mean()) for each in seen)
+    assert all(each.total == int(run.trajectories[:, -1].mean()) for each in seen)
     last = np.concatenate([run.returns[seed, done[1][seed] : done[2][seed]] for seed in range(2)])
     assert seen[-1].mean_return == pytest.approx(np.mean(last))
     assert [each.done for each in seen] == sorted({each.done for each in seen})

@@ -347,7 +347,7 @@ class Config:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
         algorithm = ALGORITHMS[algorithm_name]
         has_critic = issubclass(algorithm.agent, PPOAgent)
-        values: dict[str, Any] = ONLY_PAGE if has_critic else ONLY_PPO
+        values: dict[str, Any] = dict(ONLY_PAGE if has_critic else ONLY_PPO)
         if not algorithm.robust:
             values |= {"aggregator": Mean()}
         if not algorithm.agrees:

@@ -156,7 +156,7 @@ def twins() -> Twins:
         batches = np.where(plan.large[first : first + BLOCK], LARGE, SMALL)
         assert len(set(batches)) == 2, "both sizes are tried"
         states, _ = simulation.run(states, batches, plan.output_iteration)
-        found.trajectories.append(int(plan.trajectories[first + BLOCK - 1]))
+        found.trajectories.append(int(plan.progress[first + BLOCK - 1]))
         for name, state in zip(TWINS, states, strict=True):
             found.parameters[name].append(np.asarray(state.agents.parameters[0, 0]))
     return found

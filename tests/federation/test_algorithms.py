@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from byzpg import Config
-from byzpg.federation.algorithms import Agent
+from byzpg.federation.agents import Agent
 from byzpg.robust.aggregators import TrimmedMean
 from byzpg.robust.attacks import ALIE
 from byzpg.robust.exchange import exchange
@@ -96,12 +96,12 @@ def test_transport_plays_ahead_of_the_parameters() -> None:
     learner = agent(momentum=0.75, transport=True, optimizer="sgd")
     first = learner.initial(jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2)))
     keys = jax.random.split(KEY, 2)
-    np.testing.assert_array_equal(learner.points(first, keys, large=True)[:, 0], first.parameters)
+    np.testing.assert_array_equal(learner.request(first, None, keys, large=True)[:, 0], first.parameters)
     (direction,) = map(jnp.asarray, draws(1, first.parameters.shape[1]))
     state = learner.advance(first, direction, direction, True)
     ahead = state.parameters + 3 * (state.parameters - first.parameters)
-    np.testing.assert_allclose(learner.points(state, keys, large=True)[:, 0], ahead, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(learner.points(state, keys, large=False)[:, 0], state.parameters)
+    np.testing.assert_allclose(learner.request(state, None, keys, large=True)[:, 0], ahead, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(learner.request(state, None, keys, large=False)[:, 0], state.parameters)
 
 
 def test_transport_keeps_a_history_from_lagging_behind_where_the_return_is_quadratic() -> None:
@@ -113,7 +113,7 @@ def test_transport_keeps_a_history_from_lagging_behind_where_the_return_is_quadr
         history, message = learner.initial_history(state.parameters), state.parameters
         before = state
         for _ in range(60):
-            points = learner.points(state, jax.random.split(KEY, 2), large=True)[:, 0]
+            points = learner.request(state, None, jax.random.split(KEY, 2), large=True)[:, 0]
             history, message = learner.remember(history, -points)
             before, state = state, learner.advance(state, message, message, True)
         return float(np.linalg.norm(message + before.parameters) / np.linalg.norm(before.parameters))
@@ -129,7 +129,7 @@ def test_half_of_a_defensive_batch_is_played_with_the_previous_parameters() -> N
     left, right = zeros.at[:, -2].set(50.0), zeros.at[:, -1].set(50.0)  # the last layer's biases
     state = replace(learner.initial(left), previous=right)
     keys = jax.random.split(KEY, 2)
-    episodes = learner.play(learner.points(state, keys, large=False), keys, large=False)
+    episodes = learner.play(learner.request(state, None, keys, large=False), keys, large=False)
     assert episodes.lengths.shape == (2, 4)
     actions = np.asarray(episodes.actions)[:, :, 0]
     np.testing.assert_array_equal(actions, [[0, 0, 1, 1]] * 2)
@@ -262,8 +262,8 @@ def test_the_scripts_memory_makes_small_batches_repeat_the_agents_own_direction(
     np.testing.assert_array_equal(agreed.previous, state.parameters)
     np.testing.assert_array_equal(agreed.direction, own)
     keys = jax.random.split(KEY, 2)
-    points = learner.points(state, keys, large=False)
+    points = learner.request(state, None, keys, large=False)
     episodes = jax.jit(lambda points, keys: learner.play(points, keys, False))(points, keys)
-    estimate, sampled = jax.jit(lambda state: learner.estimate(state, points, episodes, large=False))(state)
+    estimate, sampled = jax.jit(lambda state: learner.digest(state, points, episodes, keys, large=False))(state)
     np.testing.assert_allclose(estimate, own, atol=1e-4)
     np.testing.assert_allclose(sampled.health.largest, 1, rtol=1e-5)

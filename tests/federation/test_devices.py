@@ -196,10 +196,10 @@ def check_exchanges() -> None:
 
     def divided(filled: Array) -> list[tuple[Array, Diagnostics]]:
         outcomes = exchanged(by.kept(devices.unfilled(filled, DIMENSION)), by.receivers)
-        return [(by.kept(devices.filled(result, mesh)), report) for result, report in outcomes]
+        return [(by.kept(devices.filled(result, mesh, DIMENSION)), report) for result, report in outcomes]
 
     one = jax.jit(partial(exchanged, shards=Shards())).lower(vectors).compile()
-    placed = devices.placed(vectors, mesh)
+    placed = devices.placed(vectors, mesh, DIMENSION)
     eight = jax.jit(divided).lower(placed).compile()
     for here, (results, report) in zip(one(vectors), eight(placed), strict=True):
         there = devices.unfilled(results, DIMENSION), report

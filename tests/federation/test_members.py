@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from byzpg.config import Config
-from byzpg.federation.algorithms import Agent
+from byzpg.federation.agents import PAGEAgent
 from byzpg.federation.members import Peer, Server, Worker, seeded_key
 from byzpg.live.member import Options, _new_peer
 
@@ -32,13 +32,13 @@ KEY = seeded_key(3)
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many agents each program estimates a gradient for, as it is traced."""
     sizes: list[int] = []
-    estimate = Agent.estimate
+    digest = PAGEAgent.digest
 
-    def recorded(self: Agent, state: Any, points: Any, episodes: Any, large: bool) -> Any:
-        sizes.append(len(episodes.returns))
-        return estimate(self, state, points, episodes, large)
+    def recorded(self: PAGEAgent, state: Any, request: Any, experience: Any, keys: Any, large: bool) -> Any:
+        sizes.append(len(experience.returns))
+        return digest(self, state, request, experience, keys, large)
 
-    monkeypatch.setattr(Agent, "estimate", recorded)
+    monkeypatch.setattr(PAGEAgent, "digest", recorded)
     return sizes
 
 
@@ -147,7 +147,7 @@ def test_a_peer_that_fell_behind_continues_from_the_direction_of_the_others() ->
 def test_a_worker_remembers_each_batch_once_also_in_another_process() -> None:
     settings = Config(**SERVED).resolved()
     federation = settings.federation()
-    parameters = np.asarray(settings.schedule().initial_parameters(federation.agent.policy))
+    parameters = np.asarray(federation.agent.initial_parameters(settings.schedule().initial_key))
     without: dict[str, Any] = SERVED | {"momentum": 0.0}
     worker, plain = Worker(federation, 2, KEY), Worker(Config(**without).resolved().federation(), 2, KEY)
     estimates = [plain.gradient(iteration, parameters) for iteration in (0, 3, 4)]

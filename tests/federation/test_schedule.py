@@ -116,7 +116,7 @@ def test_the_output_iteration_is_uniform() -> None:
 def schedule(*, shared_coin: bool, switch_probability: float = 0.2) -> Schedule:
     return Schedule(
         seed=0,
-        trajectories=600,
+        length=600,
         switch_probability=switch_probability,
         large_batch=20,
         small_batch=3,
@@ -135,7 +135,7 @@ def test_every_seed_follows_the_plan_of_its_own_coin() -> None:
     for start, plan, takes_part in zip(STARTS, timetable.plans, timetable.takes_part, strict=True):
         alone = ours.plan(start)
         np.testing.assert_array_equal(timetable.large[takes_part], alone.large)
-        np.testing.assert_array_equal(plan.trajectories, alone.trajectories)
+        np.testing.assert_array_equal(plan.progress, alone.progress)
         assert plan.output_iteration == alone.output_iteration
     assert np.all(np.any(timetable.takes_part, axis=0)), "no entry is for nobody"
     np.testing.assert_array_equal(timetable.takes_part[:, 0], True)
@@ -160,7 +160,7 @@ def test_waiting_costs_less_than_computing_both_batches_in_every_iteration() -> 
     ours = schedule(shared_coin=False)
     timetable = ours.timetable(STARTS)
     both = max(plan.num_iterations for plan in timetable.plans) * (20 + 3)
-    longest = max(int(plan.trajectories[-1]) for plan in timetable.plans)
+    longest = max(int(plan.progress[-1]) for plan in timetable.plans)
     computed = timetable.trajectories_computed(ours)
     assert longest <= computed < 0.7 * both
     # Nor does it wait for all seeds before every large batch: then each pause is as long as that of the slowest seed.

@@ -15,7 +15,7 @@ from byzpg import Config, Run, train
 from byzpg.config import Settings
 from byzpg.envs import CartPole
 from byzpg.federation import simulator
-from byzpg.federation.algorithms import Agent, AgentState
+from byzpg.federation.agents import Agent, AgentState
 from byzpg.federation.metrics import Metrics
 from byzpg.federation.schedule import Paper, iteration_stream
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState
@@ -147,8 +147,8 @@ def both_estimates(
     state = AgentState(parameters, previous, direction, ())
 
     def of_batch(large: bool) -> jax.Array:
-        points = agent.points(state, key[None], large)
-        return agent.estimate(state, points, agent.play(points, key[None], large), large)[0][0]
+        points, keys = agent.request(state, None, key[None], large), key[None]
+        return agent.digest(state, points, agent.play(points, keys, large), keys, large)[0][0]
 
     return of_batch(True), of_batch(False)
 

@@ -601,12 +601,12 @@ def _separated(tree: Any, sizes: Sequence[int]) -> list[Any]:
 
 def _by_code(function: Callable[..., Any], agents: Sequence[Agent], of_tables: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Apply function(agent, *arguments) to each table's agents; agents with the same code are one batch."""
-    groups: dict[Agent, list[int]] = {}  # the tables of each code, by index
+    groups: dict[Any, list[int]] = {}  # the tables of each code, by index; of some, only a server plays
     separated = [without_numbers(agent) for agent in agents]
     for index, (code, _) in enumerate(separated):
-        groups.setdefault(code, []).append(index)
+        groups.setdefault((code, jax.tree.structure(of_tables[index])), []).append(index)
     results: dict[int, Any] = {}
-    for code, members in groups.items():
+    for (code, _), members in groups.items():
         agent = with_numbers(code, joined([separated[index][1] for index in members]))
         found = function(agent, *joined([of_tables[index] for index in members]))
         sizes = [len(jax.tree.leaves(of_tables[index])[0]) for index in members]
