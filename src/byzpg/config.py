@@ -14,9 +14,8 @@ import jax
 from byzpg import envs
 from byzpg._registry import fits, parse, type_name
 from byzpg.envs.spaces import Box
-from byzpg.federation.agents import Optimizer, PAGEAgent
+from byzpg.federation.agents import Optimizer
 from byzpg.federation.algorithms import ALGORITHMS, Federation
-from byzpg.federation.ppo import PPOAgent
 from byzpg.federation.schedule import Conventions, Schedule
 from byzpg.learning.advantages import PPO
 from byzpg.learning.gradients import GPOMDP, REINFORCE, Correction, Estimator, HessianVector, ImportanceWeights
@@ -173,6 +172,16 @@ ONLY_PAGE: dict[str, Any] = {
     "conventions": "Paper",
 }
 ONLY_PPO: dict[str, Any] = {"steps": None, "ppo": PPO()}
+
+# What to do about an option that an algorithm does not use; of ONLY_PAGE, all others are for those without a critic.
+FIXES = {
+    "aggregator": "use ByzPG or DecByzPG",
+    "agreement": "use DecByzPG",
+    "rounds": "use DecByzPG",
+    "trajectories": "set steps",
+    "steps": "set trajectories",
+    "ppo": "use DecByzPPO or another algorithm with a critic",
+}
 
 # Reported experiments start from this seed, on which no option was chosen.
 REPORTED_SEED = 2000
@@ -346,8 +355,7 @@ class Config:
     def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
         algorithm = ALGORITHMS[algorithm_name]
-        has_critic = issubclass(algorithm.agent, PPOAgent)
-        values: dict[str, Any] = dict(ONLY_PAGE if has_critic else ONLY_PPO)
+        values: dict[str, Any] = dict(ONLY_PPO if algorithm.agent.unit == "trajectories" else ONLY_PAGE)
         if not algorithm.robust:
             values |= {"aggregator": Mean()}
         if not algorithm.agrees:
@@ -355,13 +363,7 @@ class Config:
         for option, neutral in values.items():
             given = getattr(self, option)
             if given is not None and str(given).removesuffix("()") != str(neutral).removesuffix("()"):
-                fix = "use DecByzPG" if option != "aggregator" else "use ByzPG or DecByzPG"
-                if option == "trajectories":
-                    fix = f"set steps, which {algorithm_name} counts"
-                if option == "steps":
-                    fix = f"set trajectories, which {algorithm_name} counts"
-                elif option == "ppo":
-                    fix = "use DecByzPPO or another algorithm with a critic"
+                fix = FIXES.get(option, "use an algorithm without a critic, such as DecByzPG")
                 raise ValueError(f"{option} = {given} has no effect with {algorithm_name}: leave it out, or {fix}.")
         return values
 
@@ -402,7 +404,7 @@ def _task_defaults(env: str, preset: str, algorithm_name: str) -> dict[str, Any]
     """What a preset says about a task, wherever the task is played (CartPole-v1, gymnasium:CartPole-v1)."""
     name, algorithm = env.rpartition(":")[2], ALGORITHMS[algorithm_name]
     values = TASKS.get(name, OTHER_TASKS) | PRESETS[preset] | PRESETS_BY_TASK[preset].get(name, {})
-    if issubclass(algorithm.agent, PPOAgent):
+    if algorithm.agent.unit == "steps":
         if preset != "tuned":
             raise ValueError(f"preset = {preset} is for the paper's algorithms, not for {algorithm_name}: use tuned.")
         return values | PPO_DEFAULTS | PPO_BY_TASK.get(name, {})
@@ -556,13 +558,14 @@ class Settings:
         return tuple(range(self.seed, self.seed + self.num_seeds))
 
     @property
-    def has_critic(self) -> bool:
-        return issubclass(ALGORITHMS[self.algorithm].agent, PPOAgent)
-
-    @property
     def unit(self) -> Literal["trajectories", "steps"]:
         """In what the length of the run is counted, per agent."""
-        return "steps" if self.has_critic else "trajectories"
+        return ALGORITHMS[self.algorithm].agent.unit
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether agents have a critic; they then learn from steps, and the length of the run is counted in steps."""
+        return self.unit == "steps"
 
     @property
     def length(self) -> int:
@@ -635,6 +638,11 @@ def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
         raise ValueError(
             f"horizon must be at most {task.horizon}, where {task.name} ends episodes; got {values['horizon']}."
         )
+    if values["steps"] is not None and isinstance(task, envs.HostTask):
+        raise ValueError(
+            f"{values['algorithm']} plays on in its environments, which works with the tasks of `byzpg list` that are "
+            f"written in JAX, and not yet with {values['env']}: use DecByzPG or another algorithm without a critic."
+        )
     space = task.action_space
     if values["attack"].changes_actions and isinstance(space, Box) and not space.bounded:
         raise ValueError(f"{values['attack']} takes uniform actions, and those of {task.name} have no bounds: {space}.")
@@ -687,7 +695,7 @@ def _check_components(values: Mapping[str, Any]) -> None:
         values[option] for option in ("num_agents", "num_byzantine", "num_attackers")
     )
     estimator, importance = values["estimator"], values["importance"]
-    if issubclass(ALGORITHMS[values["algorithm"]].agent, PAGEAgent):
+    if ALGORITHMS[values["algorithm"]].agent.unit == "trajectories":
         estimator.check(values["small_batch"])
     if values["small_batch"] % importance.num_points:
         raise ValueError(

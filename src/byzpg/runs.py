@@ -121,7 +121,7 @@ class Run:
 
     @property
     def trajectories(self) -> np.ndarray:
-        """Trajectories per agent [seed, iteration], up to and including the iteration; with a critic, honest agents'."""
+        """Trajectories per agent [seed, iteration] up to and including the iteration; of PPO, those that ended."""
         if self.settings.unit == "trajectories":
             return self.progress
         return np.cumsum(np.nan_to_num(self.metrics["episodes"]), axis=1)

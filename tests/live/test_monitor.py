@@ -84,8 +84,8 @@ def honest(own: int, iterations: int = 60) -> dict[str, Any]:
     status.connected = {0, 1, 2, 4}
     for iteration in range(iterations):
         status.step_ended([True, True, True, iteration < 40, True], 0.01 + 0.002 * rng.random())
-        status.combined(0, 0.5, np.array([0.3, 0.34, 0.35, 0, 0.01]))
-        status.combined(1, 0.1, None)
+        status.combined(True, 0.5, np.array([0.3, 0.34, 0.35, 0, 0.01]))
+        status.combined(False, 0.1, None)
         status.iteration_ended(iteration + 1, 4 * iteration + 4, 20 + 4 * iteration + 10 * rng.random())
         if own != 4:
             status.equivocated(4)

@@ -233,12 +233,13 @@ class Demo:
         settings, last = manifest.settings(), manifest.members[-1].name
         attacker = f", {last} attacking ({self.attacker})" if self.attacker is not None else ""
         figure = figures.learning_curves(
-            [figures.Curve(name, run.trajectories, run.returns) for name, run in runs.items()],
+            [figures.Curve(name, run.progress, run.returns) for name, run in runs.items()],
             f"{settings.env}, {len(manifest.members)} members{attacker}",
             subtitle=", ".join(gradient_estimate(settings)),
             reference_level=envs.make(settings.env).reward_threshold,
             reference_name="counts as solved",
             what="return of a member's own episodes",
+            unit=settings.unit,
         )
         plot = directory / "curves.png"
         figures.save(figure, plot)

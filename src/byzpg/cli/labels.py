@@ -35,10 +35,11 @@ def federation(settings: Settings) -> str:
     return f"{agents}, {settings.num_attackers} of them attacking ({short(settings.attack)})"
 
 
-def curves(runs: Mapping[Path, Run]) -> "tuple[list[Curve], str]":
+def curves(runs: Mapping[Path, Run]) -> "tuple[list[Curve], str, str]":
     """The learning curves of runs, each with the shortest label that tells it from the others.
 
-    The second value names what all have in common of the estimator and p; where they differ, the labels name them.
+    The second value names what all have in common of the estimator and p; where they differ, the labels name them. The
+    third one is what the curves' progress counts: steps, unless all runs count trajectories.
     """
     from byzpg.experiments.figures import Curve
     from byzpg.experiments.summaries import estimates_apart, named
@@ -48,5 +49,6 @@ def curves(runs: Mapping[Path, Run]) -> "tuple[list[Curve], str]":
     attacked = [f"{each}, {short(run.settings.attack)}" for each, run in zip(methods, runs.values(), strict=True)]
     paths = [str(path) for path in runs]
     labels = next(each for each in (methods, attacked, paths) if len(set(each)) == len(runs))
-    found = [Curve(label, run.trajectories, run.returns) for label, run in zip(labels, runs.values(), strict=True)]
-    return found, common
+    unit = "trajectories" if all(run.settings.unit == "trajectories" for run in runs.values()) else "steps"
+    found = [Curve(label, getattr(run, unit), run.returns) for label, run in zip(labels, runs.values(), strict=True)]
+    return found, common, unit

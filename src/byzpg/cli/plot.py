@@ -40,6 +40,6 @@ class Plot:
 
         runs = {directory: training.load(directory) for directory in self.directories}
         console.print(runs_table(runs, with_paths=True))
-        drawn, common = curves(runs)
-        figures.save(figures.learning_curves(drawn, self.title, subtitle=common), self.output)
+        drawn, common, unit = curves(runs)
+        figures.save(figures.learning_curves(drawn, self.title, subtitle=common, unit=unit), self.output)
         say(f"Plot: {self.output}")

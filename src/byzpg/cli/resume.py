@@ -76,9 +76,9 @@ def _conclude(runs: Mapping[Path, Run]) -> None:
     plot = path / "curves.png"
     solved = envs.make(settings.env).reward_threshold
     title = f"{settings.env}, {federation(settings)}"
-    drawn, common = curves(runs)
+    drawn, common, unit = curves(runs)
     figure = figures.learning_curves(
-        drawn, title, subtitle=common, reference_level=solved, reference_name="counts as solved"
+        drawn, title, subtitle=common, reference_level=solved, reference_name="counts as solved", unit=unit
     )
     figures.save(figure, plot)
     say(f"Learning curves:  {plot}")

@@ -33,7 +33,7 @@ LAST_TENTH, BEST, SOLVED, WEIGHT = "last tenth", "best", "solved at", "attackers
 MEANINGS = {
     LAST_TENTH: "mean return over the last tenth of training",
     BEST: "highest point of the mean learning curve",
-    SOLVED: "trajectories per agent until solved (median over seeds)",
+    SOLVED: "trajectories per agent until solved, of PPO steps (median over seeds)",
     WEIGHT: "their share of the aggregated gradient",
 }
 
@@ -46,7 +46,7 @@ def runs_table(runs: Mapping[Path, Run], *, with_paths: bool) -> Table:
         result = Result.of(run)
         name = escape(named(method(run.settings), parts))
         if with_paths:
-            name += f"\n[dim]{escape(str(path))}\n{np.max(run.trajectories):,} trajectories per agent[/dim]"
+            name += f"\n[dim]{escape(str(path))}\n{np.max(run.progress):,} {run.settings.unit} per agent[/dim]"
         table.add_row(
             name,
             spread(final_returns(result)),

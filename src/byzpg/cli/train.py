@@ -14,7 +14,7 @@ from byzpg.federation.devices import Hardware
 from byzpg.runs import RunDirectory
 
 # The algorithm that averages plainly, for each that aggregates robustly.
-PLAIN = {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG"}
+PLAIN = {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG", "DecByzPPO": "Dec-PPO", "ByzPPO": "Fed-PPO"}
 
 TrainingOptions = Annotated[
     tyro.conf.OmitArgPrefixes[Config],
@@ -26,8 +26,8 @@ TrainingOptions = Annotated[
 class Train:
     """Train a federation and show how it went.
 
-    The run is kept in a directory: its options, metrics, checkpoints, parameters and learning curves. DecByzPG and
-    ByzPG are compared with plain averaging under the same attack.
+    The run is kept in a directory: its options, metrics, checkpoints, parameters and learning curves. Robust algorithms
+    are compared with plain averaging under the same attack.
 
     Example: byzpg train --env LunarLander-v3 --attack ALIE --num-attackers 2
     """

@@ -112,10 +112,10 @@ def short_number(value: float) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """The returns of one method over the trajectories that each agent has sampled."""
+    """The returns of one method over the trajectories or steps of each agent."""
 
     label: str
-    trajectories: np.ndarray  # [seed, iteration], running total per agent, or [iteration] if all seeds share it
+    progress: np.ndarray  # [seed, iteration], running total per agent, or [iteration] if all seeds share it
     returns: np.ndarray  # [seed, iteration]
 
 
@@ -127,6 +127,7 @@ def learning_curves(
     reference_level: float | None = None,
     reference_name: str = "reference",
     what: str = "return (mean over honest agents)",
+    unit: str = "trajectories",
 ) -> Figure:
     """Plot learning curves: mean ± one standard deviation and, from 3 seeds on, the interquartile mean beside it.
 
@@ -137,6 +138,7 @@ def learning_curves(
         reference_level: A return to mark with a horizontal line.
         reference_name: The name of that line in the legend.
         what: The label of the vertical axis.
+        unit: What the curves' progress counts.
     """
     if not curves:
         raise ValueError("learning_curves needs at least one curve.")
@@ -163,7 +165,7 @@ def learning_curves(
             if reference_level is not None:
                 name = f"{reference_name}: {reference_level:g}"
                 axes.axhline(reference_level, color=MUTED, linewidth=1, linestyle="--", zorder=1, label=name)
-            _over_trajectories(axes, max(np.max(curve.trajectories) for curve in curves))
+            _over_progress(axes, max(np.max(curve.progress) for curve in curves), unit)
         left.set_ylabel(what)
         _head(figure, title, subtitle)
         _legend(figure, *left.get_legend_handles_labels())
@@ -207,8 +209,8 @@ def _draw_mean(axes: Axes, x: np.ndarray, returns: np.ndarray, color: str, **loo
     _draw_band(axes, x, mean, mean - deviation, mean + deviation, color, **look)
 
 
-def _over_trajectories(axes: Axes, end: float) -> None:
-    axes.set_xlabel("trajectories per agent")
+def _over_progress(axes: Axes, end: float, unit: str = "trajectories") -> None:
+    axes.set_xlabel(f"{unit} per agent")
     axes.set_xlim(0, end)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     _tidy(axes)
@@ -245,8 +247,8 @@ def _seeds(curves: Sequence[Curve]) -> str:
 
 def _cells(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
     """The curve on an even grid of at most 100 cells, which averages out some of the noise."""
-    grid = even_grid(curve.trajectories, 100)
-    return grid, smooth_on_grid(curve.trajectories, curve.returns, grid)
+    grid = even_grid(curve.progress, 100)
+    return grid, smooth_on_grid(curve.progress, curve.returns, grid)
 
 
 # Experiments
@@ -382,7 +384,7 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: 
             look = {"linestyle": PUBLISHED_DASHES, "linewidth": 1.1, "zorder": 1.5}
             axes.plot(*curves[cell.label], color=colour, label=f"{cell.label}, published", **look)
         _draw_mean(axes, result.trajectories, result.returns, colour, label=cell.label, linewidth=1.6)
-    _over_trajectories(axes, max(runs[cell.run].trajectories[-1] for cell in panel.cells))
+    _over_progress(axes, max(runs[cell.run].trajectories[-1] for cell in panel.cells))
     means = np.concatenate([np.mean(runs[cell.run].returns, axis=0) for cell in panel.cells])
     _return_axis(axes, panel, spread=float(np.ptp(means)))
 

@@ -30,10 +30,10 @@ OLD_WORD = " declared"
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A run on even cells of trajectories; see `statistics.smooth_on_grid`."""
+    """A run on even cells of trajectories or, with a critic, of steps; see `statistics.smooth_on_grid`."""
 
     settings: Settings
-    trajectories: np.ndarray  # [cell], per agent, at the end of the cell
+    trajectories: np.ndarray  # [cell], per agent, at the end of the cell; with a critic, steps
     metrics: Mapping[str, np.ndarray]  # the metrics of KEPT that the run has: [seed, cell]
 
     @property
@@ -44,13 +44,13 @@ class Result:
     @classmethod
     def of(cls, run: Run) -> "Result":
         """Reduce a run, complete or not, to at most NUM_CELLS cells."""
-        grid = even_grid(run.trajectories, NUM_CELLS)
-        metrics = {"return_mean": smooth_on_grid(run.trajectories, run.returns, grid)}
+        grid = even_grid(run.progress, NUM_CELLS)
+        metrics = {"return_mean": smooth_on_grid(run.progress, run.returns, grid)}
         for name in KEPT:
             values = run.metrics.get(name)
             if name != "return_mean" and values is not None and np.any(np.isfinite(values)):
                 metrics[name] = np.stack(
-                    [_spread(*of_seed, grid) for of_seed in zip(run.trajectories, values, strict=True)]
+                    [_spread(*of_seed, grid) for of_seed in zip(run.progress, values, strict=True)]
                 )
         return cls(run.settings, grid, {name: values.astype(np.float32) for name, values in metrics.items()})
 

@@ -29,8 +29,9 @@ from byzpg.robust.attacks import AvgZero
 
 # The return that counts as learned, by task.
 LEVELS = {CARTPOLE: 450.0, LUNARLANDER: 200.0}
-# Number of trajectories per agent over which a return is averaged before it counts.
+# Number of trajectories per agent over which a return is averaged before it counts, and that of steps.
 WINDOW = 100
+WINDOW_OF_STEPS = 2_000
 # The published curves were read at every 250th trajectory.
 PUBLISHED_SPACING = 250
 # How far ours may end below a published curve: twice the error of reading it. Plain averaging under attack varies more,
@@ -45,8 +46,15 @@ RESCALED_ROUNDING = 1e-7
 
 
 def gradient_estimate(settings: Settings) -> tuple[str, str, str]:
-    """How agents estimate gradients: estimator, momentum and p. With p = 1, no algorithm uses the PAGE correction."""
+    """How agents estimate gradients: estimator, momentum and p; of PPO, its batches.
+
+    With p = 1, no algorithm uses the PAGE correction.
+    """
     momentum = f"momentum {settings.momentum:g}" if settings.momentum else "no momentum"
+    if settings.has_critic:
+        learner = settings.ppo
+        played = f"{learner.environments} × {learner.segment} steps per iteration"
+        return "PPO", momentum, f"{played}, {learner.num_updates} updates"
     return str(settings.estimator).removesuffix("()"), momentum, f"p = {settings.switch_probability:g}"
 
 
@@ -58,7 +66,7 @@ def estimates_apart(settings: Sequence[Settings]) -> tuple[list[list[str]], str]
     estimates = [gradient_estimate(each) for each in settings]
     common = [parts[0] for parts in zip(*estimates, strict=True) if len(set(parts)) == 1]
     telling = [[part for part in each if part not in common] for each in estimates]
-    if all(each.switch_probability == 1 for each in settings):
+    if all(each.switch_probability == 1 and not each.has_critic for each in settings):
         common.append("so without small batches and the PAGE correction")
     return telling, ", ".join(common)
 
@@ -188,7 +196,8 @@ def trajectories_to_level(result: Result, level: float | None = None) -> np.ndar
     A task is solved at the trajectories to its own threshold. Without a level, the task must be one of LEVELS.
     """
     level = LEVELS[result.settings.env] if level is None else level
-    return trajectories_to_reach(result.trajectories, result.returns, level, WINDOW)
+    window = WINDOW if result.settings.unit == "trajectories" else WINDOW_OF_STEPS
+    return trajectories_to_reach(result.trajectories, result.returns, level, window)
 
 
 def mean_reaches(result: Result, level: float) -> float:

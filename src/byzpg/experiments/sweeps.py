@@ -169,7 +169,7 @@ def is_done(cell: Cell, folder: Path) -> bool:
 
 
 def _fits(run: Run) -> bool:
-    shape = (run.settings.num_seeds, run.trajectories.shape[1])
+    shape = (run.settings.num_seeds, run.progress.shape[1])
     if any(values.shape != shape for values in run.metrics.values()) or "return_mean" not in run.metrics:
         raise ValueError("its results have other shapes than its config.json says.")
     return True
@@ -323,7 +323,7 @@ class Outcome:
     """The numbers of one cell, or of a group with the seeds of all its cells; `summaries` defines them."""
 
     cells: tuple[Cell, ...]
-    trajectories: int  # per agent, of the longest cell
+    trajectories: int  # per agent, of the longest cell; of PPO, steps
     final_returns: np.ndarray  # [seed]
     best: float  # the mean over cells
     attacker_weight: float  # the mean over cells
@@ -335,7 +335,7 @@ class Outcome:
         weights = [weight for result in results if not isnan(weight := attacker_weight(result))]
         return cls(
             cells=tuple(cells),
-            trajectories=max(int(np.max(run.trajectories)) for run in runs),
+            trajectories=max(int(np.max(run.progress)) for run in runs),
             final_returns=np.concatenate([final_returns(result) for result in results]),
             best=float(np.mean([best_return(result) for result in results])),
             attacker_weight=float(np.mean(weights)) if weights else nan,

@@ -79,6 +79,8 @@ class Agent(Component, ABC):
     A number may be an array [agent], for agents that differ in it.
     """
 
+    unit: ClassVar[Literal["trajectories", "steps"]]  # in which the length of a run is counted
+
     env: Task
     policy: Policy
     horizon: int  # H
@@ -232,6 +234,7 @@ class PAGEAgent(Agent):
     """An agent of the paper: it plays whole episodes, large batches of them and small ones, which PAGE corrects."""
 
     numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "momentum", "step_size", "adam_epsilon")
+    unit: ClassVar[Literal["trajectories", "steps"]] = "trajectories"
 
     large_batch: int  # N
     small_batch: int  # B

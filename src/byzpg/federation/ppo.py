@@ -6,7 +6,7 @@ longer, and would otherwise decide every distance.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,7 @@ class PPOAgent(Agent):
     """An agent that plays on in its environments, and learns from every step several times."""
 
     numbers: ClassVar[tuple[str, ...]] = ("discount", "momentum", "step_size", "adam_epsilon")
+    unit: ClassVar[Literal["trajectories", "steps"]] = "steps"
 
     ppo: PPO
 
@@ -76,7 +77,7 @@ class PPOAgent(Agent):
 
     @property
     def num_exchanges(self) -> int:
-        return self.ppo.num_updates // self.ppo.exchange_every
+        return self.ppo.num_exchanges
 
     @property
     def num_updates(self) -> int:

@@ -84,6 +84,11 @@ class PPO(Component):
         """Updates per iteration."""
         return self.epochs * self.minibatches
 
+    @property
+    def num_exchanges(self) -> int:
+        """Exchanges of messages per iteration."""
+        return self.num_updates // self.exchange_every
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -158,12 +158,19 @@ class Manifest:
             raise ValueError(f"{name!r} is not a member of this federation, whose members are {', '.join(names)}.")
         return names.index(name)
 
+    @property
+    def exchanges(self) -> int:
+        """Rounds of gradients in an iteration."""
+        options = self.options()
+        return options["ppo"].num_exchanges if ALGORITHMS[options["algorithm"]].agent.unit == "steps" else 1
+
     def course(self, own: int, num_iterations: int, rounds: int) -> Course:
         """The sequence of rounds, as seen by the member at position `own`."""
         return Course(
             num_members=len(self.members),
             num_byzantine=self.num_byzantine,
             own=own,
+            exchanges=self.exchanges,
             rounds=rounds,
             num_iterations=num_iterations,
         )

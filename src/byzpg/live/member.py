@@ -61,12 +61,12 @@ class ObservedPeer(members.Peer):
     def observe(self, status: Status, iteration: int, phase: int | None) -> dict[str, Any]:
         """Record the last round or, if phase is None, the last iteration; return numbers to keep."""
         if phase is not None:
-            status.combined(phase, self.outcome.diameter, self.outcome.weights)
+            status.combined(phase < self.exchanges, self.outcome.diameter, self.outcome.weights)
             return {}
-        trajectories, mean = int(self.plan.progress[iteration]), float(np.mean(self.returns))
-        status.iteration_ended(iteration + 1, trajectories, mean)
+        progress, mean = int(self.plan.progress[iteration]), float(np.mean(self.returns))
+        status.iteration_ended(iteration + 1, progress, mean)
         return {
-            "trajectories": trajectories,
+            self.agent.unit: progress,
             "return_mean": mean,
             "return_std": float(np.std(self.returns)),
             "environment_steps": self.steps,
@@ -124,9 +124,9 @@ async def _take_part(
             num_byzantine=manifest.num_byzantine,
         )
         status.curve.extend(
-            (record["trajectories"], record["return_mean"])
+            (record[settings.unit], record["return_mean"])
             for record in store.read_progress()
-            if {"trajectories", "return_mean"} <= record.keys()
+            if {settings.unit, "return_mean"} <= record.keys()
         )
         live = LivePeer(
             manifest=manifest,

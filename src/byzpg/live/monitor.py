@@ -21,6 +21,7 @@ from statistics import mode
 from typing import Any, Self
 
 from byzpg import envs
+from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.live.identity import read_key
 from byzpg.live.manifest import Manifest
 from byzpg.live.observe import Answer, Observer, Statuses
@@ -51,7 +52,8 @@ class Board:
             "algorithm": options["algorithm"],
             "aggregator": str(options["aggregator"]),
             "agreement": str(options["agreement"]),
-            "trajectories": options["trajectories"],
+            "length": options["trajectories"] or options["steps"],
+            "unit": ALGORITHMS[options["algorithm"]].agent.unit,
         }
         self._lock = threading.Lock()
         self._statuses: Statuses = {member.name: None for member in manifest.members}

@@ -53,7 +53,7 @@ class Answer(TypedDict):
     waiting_for: list[str]
     faults: list[str]  # members that it misses, or that provably equivocated
     uptime: float
-    curve: list[tuple[int, float]]  # return by number of trajectories, which rises
+    curve: list[tuple[int, float]]  # return by number of trajectories or steps, which rises
     reward_threshold: float | None
     diameters: dict[str, float]
     step_seconds: list[float]

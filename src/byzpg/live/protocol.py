@@ -1,8 +1,9 @@
 """Rounds without a leader, as a state machine: events in, actions out; no I/O, no clock, no randomness of its own.
 
 A run is a sequence of rounds, and a *step* is the number of a round in it. Step 0 is the start barrier. Then every
-iteration has 1 + κ rounds: one of gradients and κ of agreement. The last round is a barrier again, at which members
-wait for those that are behind. In every round each member publishes one message and collects those of the others.
+iteration has one or more rounds of gradients and then κ of agreement. The last round is a barrier again, at which
+members wait for those that are behind. In every round each member publishes one message and collects those of the
+others.
 
 A round ends when the messages of all awaited members have arrived, or when K − f have arrived (the member's own is one
 of them) and a grace period has passed. Members that were absent several times in a row, or that provably equivocated,
@@ -40,7 +41,8 @@ class Course:
     num_members: int  # K
     num_byzantine: int  # f, how many faulty members the rules tolerate
     own: int  # this member's index
-    rounds: int  # κ
+    exchanges: int = 1  # rounds of gradients in an iteration
+    rounds: int  # κ, of agreement
     num_iterations: int  # T
 
     @cached_property
@@ -59,7 +61,7 @@ class Course:
     @cached_property
     def per_iteration(self) -> int:
         """The number of rounds in an iteration."""
-        return 1 + self.rounds
+        return self.exchanges + self.rounds
 
     @cached_property
     def last(self) -> int:
@@ -79,7 +81,7 @@ class Course:
         return max(0, (step - 1) // self.per_iteration)
 
     def phase(self, step: int) -> int:
-        """What the messages of a step carry: 0 for gradients, k for the k-th round of agreement. Not for barriers."""
+        """The number of a step in its iteration, from 0: rounds of gradients, then of agreement. Not for barriers."""
         return (step - 1) % self.per_iteration
 
     def is_barrier(self, step: int) -> bool:

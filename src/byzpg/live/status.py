@@ -161,7 +161,7 @@ class Status:
     rejected: Counter[tuple[int, str]] = field(default_factory=Counter)
     absences: Counter[int] = field(default_factory=Counter)
     equivocations: Counter[int] = field(default_factory=Counter)
-    curve: list[tuple[int, float]] = field(default_factory=list)  # trajectories, return
+    curve: list[tuple[int, float]] = field(default_factory=list)  # trajectories or steps, return
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     started: float = field(default_factory=time.time)
     bytes: tuple[int, int] = (0, 0)  # sent, received
@@ -198,24 +198,24 @@ class Status:
                 self.absences[index] += 1
                 self.numbers.absences.labels(self.names[index]).inc()
 
-    def combined(self, phase: int, diameter: float, weights: np.ndarray | None) -> None:
+    def combined(self, gradients: bool, diameter: float, weights: np.ndarray | None) -> None:
         """Record what the rule of a round saw: the diameter of the vectors, and the weights [K] it gave them."""
-        name = "gradients" if phase == 0 else "parameters"
+        name = "gradients" if gradients else "parameters"
         self.diameters[name] = diameter
         self.numbers.diameter.labels(name).set(diameter)
-        if phase == 0 and weights is not None:
+        if gradients and weights is not None:
             self.weights = weights if self.weights is None else 0.9 * self.weights + 0.1 * weights
             for name, weight in zip(self.names, weights, strict=True):
                 self.numbers.weight.labels(name).set(float(weight))
 
-    def iteration_ended(self, iteration: int, trajectories: int, mean_return: float) -> None:
+    def iteration_ended(self, iteration: int, progress: int, mean_return: float) -> None:
         """Record an iteration; old points of the curve are merged in pairs."""
         self.iteration = iteration
         self.numbers.iteration.set(iteration)
         self.numbers.mean_return.set(mean_return)
         self.numbers.sent.set(self.bytes[0])
         self.numbers.received.set(self.bytes[1])
-        self.curve.append((trajectories, mean_return))
+        self.curve.append((progress, mean_return))
         if len(self.curve) > 2 * CURVE_POINTS:
             pairs = zip(self.curve[::2], self.curve[1::2], strict=False)
             self.curve = [(b[0], (a[1] + b[1]) / 2) for a, b in pairs]

@@ -198,7 +198,7 @@ class Codec:
             return course.last
         if phase == BARRIER and iteration == 0 and kind != "state":
             return 0
-        if iteration >= course.num_iterations or phase > course.rounds or (kind == "state" and phase):
+        if iteration >= course.num_iterations or phase >= course.per_iteration or (kind == "state" and phase):
             raise Rejected("round")
         return course.first_step(iteration) + phase
 
@@ -251,5 +251,11 @@ def prove(manifest: Manifest, evidence: object) -> Proof:
             raise ValueError(f"{member.name} has not signed both messages: the evidence is forged.") from None
     if KINDS[kind] == "state":
         return Proof(member, f"{member.name} signed two different states for the beginning of iteration {iteration}")
-    where = "gradients" if phase == 0 else "a barrier" if phase == BARRIER else f"agreement round {phase}"
+    where = "a barrier" if phase == BARRIER else _round(phase, manifest.exchanges)
     return Proof(member, f"{member.name} signed two different messages for iteration {iteration}, {where}")
+
+
+def _round(phase: int, exchanges: int) -> str:
+    if phase >= exchanges:
+        return f"agreement round {phase - exchanges + 1}"
+    return "gradients" if exchanges == 1 else f"gradients of update {phase + 1}"

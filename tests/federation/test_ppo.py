@@ -1,0 +1,406 @@
+"""Agents with a critic: one update by hand, several exchanges per iteration, and federations of such agents."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from byzpg import Config, resume, train
+from byzpg.federation.members import Peer, seeded_key
+from byzpg.federation.ppo import Batch, Memory, PPOAgent
+from byzpg.federation.schedule import ITERATIONS, play_stream, stream_key
+from byzpg.federation.simulator import LARGE, SimulationState
+from byzpg.learning.advantages import PPO, Steps
+from byzpg.learning.policies import Critic
+from byzpg.robust.aggregators import Mean, TrimmedMean
+from byzpg.runs import Run, RunDirectory
+from byzpg.training import Progress, resume_all, simulation_of
+
+TINY: dict[str, Any] = {
+    "algorithm": "DecByzPPO",
+    "num_agents": 5,
+    "num_byzantine": 1,
+    "attack": "SignFlip",
+    "aggregator": "TrimmedMean",
+    "rounds": 1,
+    "hidden": (6,),
+    "horizon": 30,
+    "step_size": 0.01,
+    "momentum": 0.0,
+    "num_seeds": 2,
+    "steps": 96,
+    "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, entropy=0.01)",
+}
+SERVED: dict[str, Any] = TINY | {"algorithm": "ByzPPO", "rounds": None}
+PLAIN: dict[str, Any] = TINY | {"algorithm": "Dec-PPO", "aggregator": None, "rounds": None, "num_byzantine": 0}
+ALONE: dict[str, Any] = PLAIN | {"algorithm": "PPO", "num_agents": 1}
+
+
+@cache
+def agent_of(**options: Any) -> PPOAgent:
+    agent = Config(**(TINY | options)).resolved().federation().agent
+    assert isinstance(agent, PPOAgent)
+    return agent
+
+
+@cache
+def trained(**options: Any) -> Run:
+    return train(Config(**options))
+
+
+def a_batch(agent: PPOAgent, num_agents: int) -> tuple[Any, Memory, Batch]:
+    """What agents learn from in iteration 0, with parameters that differ."""
+    keys = jax.random.split(jax.random.key(3), num_agents)
+    state = agent.initial(jax.vmap(agent.initial_parameters)(keys))
+    memory = agent.initial_memory(state.parameters)
+    request = agent.request(state, memory, keys, large=True)
+    batch, _ = agent.digest(state, request, agent.play(request, keys, large=True), keys, large=True)
+    return state, memory, batch
+
+
+# One agent
+
+
+def by_hand(agent: PPOAgent, parameters: jax.Array, steps: Steps) -> jax.Array:
+    """The gradient of one update, written down once more, with JAX for the derivative alone."""
+    size, options = agent.policy.dimension, agent.ppo
+
+    def loss(parameters: jax.Array) -> jax.Array:
+        weights = agent.policy.unflatten(parameters[:size])
+        scores = agent.policy.outputs(weights, steps.observations)
+        shares = jax.nn.softmax(scores)
+        chosen = jnp.take_along_axis(shares, steps.actions[:, None], axis=1)[:, 0]
+        ratio = chosen / jnp.exp(steps.log_probabilities)
+        bounded = jnp.maximum(jnp.minimum(ratio, 1 + options.clip), 1 - options.clip)
+        gain = (
+            jnp.where(steps.advantages > 0, jnp.minimum(ratio, bounded), jnp.maximum(ratio, bounded)) * steps.advantages
+        )
+        critic = Critic(agent.policy.observation_size, agent.policy.hidden, agent.policy.activation)
+        values = critic.outputs(critic.unflatten(parameters[size:]), steps.observations)[:, 0]
+        entropy = -jnp.sum(shares * jnp.log(shares), axis=1)
+        return (
+            -jnp.mean(gain)
+            + options.value / 2 * jnp.mean((values - steps.targets) ** 2)
+            - options.entropy * (jnp.mean(entropy))
+        )
+
+    gradient = -jax.grad(loss)(parameters)
+    parts = gradient[:size], gradient[size:]
+    return jnp.concatenate([part * jnp.minimum(1, options.largest_norm / jnp.linalg.norm(part)) for part in parts])
+
+
+def test_the_minibatches_of_an_epoch_are_all_steps_once_and_another_epoch_divides_them_otherwise() -> None:
+    agent = agent_of()
+    state, memory, batch = a_batch(agent, 2)
+    # Every step has its own reward to learn from, so that a gradient tells which steps it came from.
+    number = agent.ppo.num_steps
+    messages = [np.asarray(agent.message(state, memory, batch, update)[1]) for update in range(4)]
+    for k in range(2):
+        steps = jax.tree.map(lambda leaf, k=k: leaf[k], batch.steps)
+        whole = by_hand(replace(agent, ppo=replace(agent.ppo, largest_norm=1e9)), state.parameters[k], steps)
+        loose = replace(agent, ppo=replace(agent.ppo, largest_norm=1e9))
+        parts = [np.asarray(loose.message(state, memory, batch, update)[1])[k] for update in range(4)]
+        for epoch in (0, 2):
+            np.testing.assert_allclose(np.mean(parts[epoch : epoch + 2], axis=0), whole, rtol=1e-3, atol=1e-4)
+        assert not np.allclose(parts[0], parts[2], rtol=1e-2)
+    assert number == 16
+    assert not np.allclose(messages[0][0], messages[0][1], rtol=1e-2)
+
+
+def test_one_update_is_that_of_a_reference_by_hand() -> None:
+    agent = agent_of(ppo="PPO(environments=2, segment=8, epochs=2, minibatches=1, entropy=0.01, largest_norm=0.1)")
+    state, memory, batch = a_batch(agent, 2)
+    _, message = agent.message(state, memory, batch, 0)
+    expected = [
+        by_hand(agent, state.parameters[k], jax.tree.map(lambda leaf, k=k: leaf[k], batch.steps)) for k in range(2)
+    ]
+    np.testing.assert_allclose(message, np.stack(expected), rtol=1e-4, atol=1e-5)
+    for k, part in ((0, slice(None, agent.policy.dimension)), (1, slice(agent.policy.dimension, None))):
+        np.testing.assert_allclose(np.linalg.norm(message[k, part]), 0.1, rtol=1e-4)
+    stepped = agent.advance(state, message, message, True)
+    adam = optax.adam(0.01, eps=1e-5)
+    updates, _ = adam.update(-message[0], adam.init(state.parameters[0]))
+    np.testing.assert_allclose(stepped.parameters[0], state.parameters[0] + jnp.asarray(updates), rtol=1e-5, atol=1e-6)
+
+
+def test_advantages_and_targets_are_those_of_the_critic_that_played() -> None:
+    agent = agent_of(ppo="PPO(environments=2, segment=8, epochs=2, minibatches=1, gae_lambda=0.0, reward_scale=0.5)")
+    state, _, batch = a_batch(agent, 2)
+    played = agent.play(
+        agent.request(
+            state, agent.initial_memory(state.parameters), keys := jax.random.split(jax.random.key(3), 2), True
+        ),
+        keys,
+        large=True,
+    )
+    critic = agent.critic
+    for k in range(2):
+        weights = critic.unflatten(state.parameters[k, agent.policy.dimension :])
+        following = critic.values(weights, played.segment.following[k])
+        targets = 0.5 * played.segment.rewards[k] + agent.discount * np.where(
+            played.segment.terminated[k], 0, following
+        )
+        np.testing.assert_allclose(batch.steps.targets[k], np.ravel(targets), rtol=1e-5, atol=1e-5)
+        errors = np.ravel(targets - critic.values(weights, played.segment.observations[k]))
+        np.testing.assert_allclose(
+            batch.steps.advantages[k], (errors - errors.mean()) / errors.std(), rtol=1e-3, atol=1e-3
+        )
+
+
+def test_agents_that_step_alone_send_how_far_that_led() -> None:
+    every = agent_of(ppo="PPO(environments=2, segment=8, epochs=2, minibatches=2, entropy=0.01, exchange_every=4)")
+    single = agent_of()
+    state, memory, batch = a_batch(every, 2)
+    kept, change = every.message(state, memory, batch, 0)
+    alone, of_one = state, single.initial_memory(state.parameters)
+    for update in range(4):
+        of_one, gradient = single.message(alone, of_one, batch, update)
+        alone = single.advance(alone, gradient, gradient, True)
+    np.testing.assert_allclose(change, alone.parameters - state.parameters, rtol=1e-4, atol=1e-6)
+    for one, other in zip(jax.tree.leaves(kept.optimizer), jax.tree.leaves(alone.optimizer), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    moved = every.advance(state, change, 2 * change, True)
+    np.testing.assert_allclose(moved.parameters, state.parameters + 2 * change, rtol=1e-6)
+
+
+def test_the_first_policy_is_almost_uniform_and_agents_start_alike() -> None:
+    agent = agent_of()
+    parameters = agent.initial_parameters(jax.random.key(1))
+    assert parameters.shape == (agent.dimension,) == (sum(agent.blocks),)
+    weights = agent.policy.unflatten(parameters[: agent.policy.dimension])
+    shares = jax.nn.softmax(agent.policy.outputs(weights, jax.random.normal(jax.random.key(2), (50, 4))))
+    np.testing.assert_allclose(shares, 0.5, atol=0.02)
+
+
+# Federations
+
+
+def test_a_federation_of_one_is_ppo_to_the_bit() -> None:
+    alone, one = trained(**ALONE), trained(**(PLAIN | {"num_agents": 1}))
+    np.testing.assert_array_equal(one.parameters["last"], alone.parameters["last"])
+    np.testing.assert_array_equal(one.returns, alone.returns)
+    robust = trained(**(TINY | {"num_agents": 1, "num_byzantine": 0}))
+    np.testing.assert_array_equal(robust.parameters["last"], alone.parameters["last"])
+
+
+def test_identical_agents_learn_as_one_with_all_their_steps() -> None:
+    """Agents that hold the same steps send the same gradient, which is that of all their steps together."""
+    agent = agent_of()
+    state, memory, batch = a_batch(agent, 1)
+    three = jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), (state, memory, batch))
+    _, messages = agent.message(*three, 0)
+    merged = agent_of(ppo="PPO(environments=6, segment=8, epochs=2, minibatches=1, entropy=0.01)")
+    whole = agent_of(ppo="PPO(environments=2, segment=8, epochs=2, minibatches=1, entropy=0.01)")
+    _, of_three = whole.message(*three, 0)
+    together = replace(batch, steps=jax.tree.map(lambda leaf: jnp.concatenate([leaf] * 3, axis=1), batch.steps))
+    _, of_one = merged.message(state, memory, together, 0)
+    np.testing.assert_allclose(np.mean(of_three, axis=0), of_one[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(messages, np.tile(messages[:1], (3, 1)), rtol=1e-5, atol=1e-6)
+
+
+def one_by_one(options: dict[str, Any], num_iterations: int) -> np.ndarray:
+    """The first seed's parameters [K, d], with messages handed over by hand, block by block; the last agent attacks."""
+    settings = Config(**options).resolved()
+    agent, rule = settings.federation().agent, settings.aggregator
+    everyone, root = range(settings.num_agents), jax.random.fold_in(jax.random.key(settings.seed), ITERATIONS)
+    first = agent.initial_parameters(settings.schedule().initial_key)[None]
+    states, memories = [agent.initial(first) for _ in everyone], [agent.initial_memory(first) for _ in everyone]
+    split = agent.blocks[0]
+    for iteration in range(num_iterations):
+        batches = []
+        for k in everyone:
+            key = stream_key(root, iteration, play_stream(k))[None]
+            request = agent.request(states[k], memories[k], key, large=True)
+            experience = agent.play(request, key, large=True)
+            batches.append(agent.digest(states[k], request, experience, key, large=True)[0])
+        for exchange in range(agent.num_exchanges):
+            sent = []
+            for k in everyone:
+                memories[k], message = agent.message(states[k], memories[k], batches[k], exchange)
+                sent.append(np.asarray(message[0]))
+            for k in everyone:
+                rows = np.stack([-row if j == 4 and j != k else row for j, row in enumerate(sent)])
+                parts = [rule(rows[:, part], num_byzantine=1) for part in (slice(None, split), slice(split, None))]
+                aggregated = jnp.concatenate([jnp.asarray(part) for part in parts])[None]
+                states[k] = agent.advance(states[k], jnp.asarray(sent[k])[None], aggregated, True)
+        sent = [np.asarray(state.parameters[0]) for state in states]
+        for k in everyone:
+            rows = np.stack([-row if j == 4 and j != k else row for j, row in enumerate(sent)])
+            agreed = settings.agreement(rows, own=k, num_byzantine=1)
+            states[k] = agent.settle(jnp.asarray(sent[k])[None], states[k], jnp.asarray(agreed)[None])
+    return np.stack([np.asarray(state.parameters[0]) for state in states])
+
+
+def after_two(**options: Any) -> SimulationState:
+    simulation = simulation_of(Config(**(TINY | options)).resolved())
+    states, _ = simulation.run(simulation.start(), [LARGE] * 2, 0, only_large=True)
+    return simulation.fetched(states)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": 0.5, "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"}],
+    ids=["gradients", "changes"],
+)
+def test_the_simulator_does_what_agents_do_apart_from_each_other(options: dict[str, Any]) -> None:
+    expected = one_by_one(TINY | options, 2)
+    np.testing.assert_allclose(after_two(**options).agents.parameters[0], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_policy_and_critic_are_aggregated_each_by_itself() -> None:
+    """MDA of whole vectors would choose agents by the critic's gradients, which are longer: block by block it does not."""
+    apart = {"aggregator": "MDA", "ppo": "PPO(environments=2, segment=8, epochs=1, minibatches=1)", "rounds": 0}
+    expected = one_by_one(TINY | apart | {"agreement": "NoAgreement"}, 1)
+    simulation = simulation_of(Config(**(TINY | apart)).resolved())
+    states, _ = simulation.run(simulation.start(), [LARGE], 0, only_large=True)
+    found = simulation.fetched(states)[0].agents.parameters[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def peers(**options: Any) -> list[Peer]:
+    settings = Config(**(TINY | {"num_attackers": 0} | options)).resolved()
+    federation, schedule = settings.federation(), settings.schedule()
+    return [Peer(federation, schedule, index, seeded_key(0), as_simulated=True) for index in range(5)]
+
+
+def iterated(members: list[Peer], iteration: int) -> None:
+    sent, phase = [member.begin(iteration) for member in members], 0
+    while True:
+        rows = np.stack(sent)
+        following = [member.combine(iteration, phase, rows, np.ones(5, bool)) for member in members]
+        if following[0] is None:
+            return
+        sent, phase = following, phase + 1
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+def test_peers_do_what_the_simulator_does(momentum: float) -> None:
+    members = peers(momentum=momentum)
+    assert members[0].exchanges == 4
+    for iteration in range(2):
+        iterated(members, iteration)
+    expected = after_two(num_attackers=0, momentum=momentum).agents.parameters[0]
+    np.testing.assert_allclose(np.stack([member.parameters for member in members]), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_peer_restarts_with_its_vectors_and_new_episodes() -> None:
+    members = peers(momentum=0.7)
+    for iteration in range(2):
+        iterated(members, iteration)
+    whole, restarted = members[0], peers(momentum=0.7)[0]
+    assert len(whole.snapshot()) == whole.snapshot_dimension
+    restarted.restore(2, whole.snapshot())
+    np.testing.assert_array_equal(restarted.snapshot(), whole.snapshot())
+    np.testing.assert_array_equal(restarted.parameters, whole.parameters)
+    assert np.all(np.isfinite(restarted.begin(2)))
+    (counts,) = {int(leaf[0]) for leaf in jax.tree.leaves(restarted._state) if leaf.dtype == jnp.int32}
+    assert counts == 2 * 4
+
+
+# Runs
+
+
+def test_runs_count_steps_and_know_their_trajectories() -> None:
+    run = trained(**TINY)
+    np.testing.assert_array_equal(run.steps, [[16, 32, 48, 64, 80, 96]] * 2)
+    np.testing.assert_array_equal(run.metrics["environment_steps"], 5 * 16)
+    np.testing.assert_allclose(run.trajectories, np.cumsum(run.metrics["episodes"], axis=1))
+    assert run.settings.trajectories is None
+    assert run.policy().act(np.zeros(4)).shape == ()
+
+
+def test_a_run_without_a_critic_knows_its_steps() -> None:
+    run = train(Config(num_agents=3, num_byzantine=0, num_seeds=1, trajectories=8, large_batch=4, horizon=20))
+    steps = np.cumsum(run.metrics["environment_steps"], axis=1) / 3
+    np.testing.assert_allclose(run.steps, steps)
+    np.testing.assert_array_equal(run.metrics["episodes"], 4)
+
+
+def test_a_run_that_was_stopped_ends_to_the_bit_as_one_that_was_not(tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(progress: Progress) -> None:
+        if progress.progress >= 48:
+            raise Stop
+
+    longer = TINY | {"steps": 16 * 12}
+    with pytest.raises(Stop):
+        train(Config(**longer), tmp_path / "run", stop)
+    resumed, whole = resume(tmp_path / "run"), train(Config(**longer))
+    np.testing.assert_array_equal(resumed.parameters["last"], whole.parameters["last"])
+    np.testing.assert_array_equal(resumed.returns, whole.returns)
+
+
+def test_federations_of_one_program_do_what_they_do_alone(tmp_path: Path) -> None:
+    variants = {"peers": TINY, "server": SERVED, "faster": TINY | {"step_size": 0.02, "momentum": 0.5}, "mean": PLAIN}
+    paths = [tmp_path / name for name in variants]
+    for path, options in zip(paths, variants.values(), strict=True):
+        RunDirectory.create(path, Config(**options).resolved())
+    resume_all(paths)
+    for path, options in zip(paths, variants.values(), strict=True):
+        alone, together = trained(**options), RunDirectory.open(path).read_results()
+        np.testing.assert_allclose(together.parameters["last"], alone.parameters["last"], rtol=2e-2, atol=2e-3)
+
+
+def test_every_form_learns_and_only_the_robust_one_under_attack() -> None:
+    """A short CartPole, which pays at most 60; AvgZero makes the mean of gradients zero."""
+    short: dict[str, Any] = {
+        "horizon": 60,
+        "hidden": (16,),
+        "discount": 0.98,
+        "step_size": 0.01,
+        "momentum": 0.0,
+        "num_seeds": 2,
+        "steps": 4096,
+        "adam_epsilon": 1e-3,
+        "ppo": "PPO(environments=4, segment=64, epochs=4, minibatches=1)",
+    }
+    attacked = {"num_agents": 5, "num_byzantine": 1, "attack": "AvgZero"}
+    ends = {
+        name: float(np.mean(train(Config(**(short | options))).returns[:, -3:]))
+        for name, options in {
+            "one": {"algorithm": "PPO"},
+            "robust": {"algorithm": "ByzPPO", **attacked},
+            "mean": {"algorithm": "Fed-PPO", **attacked},
+        }.items()
+    }
+    assert ends["one"] > 45
+    assert ends["robust"] > 45
+    assert ends["mean"] < 35
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trajectories": 100}, "trajectories = 100 has no effect with DecByzPPO: leave it out, or set steps."),
+        ({"large_batch": 4}, "large_batch = 4 has no effect with DecByzPPO"),
+        ({"algorithm": "DecByzPG"}, "steps = 96 has no effect with DecByzPG: leave it out, or set trajectories."),
+        ({"steps": 0}, "steps must be at least 1, got 0."),
+        ({"preset": "paper"}, "preset = paper is for the paper's algorithms, not for DecByzPPO: use tuned."),
+        ({"ppo": "PPO(minibatches=7)"}, "PPO: minibatches must divide environments × segment = 512 steps, got 7."),
+        ({"ppo": "PPO(lambda_=1)"}, "PPO has no option 'lambda_'"),
+        ({"env": "gymnasium:CartPole-v1"}, "not yet with gymnasium:CartPole-v1"),
+    ],
+)
+def test_bad_options_are_one_clear_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Config(**(TINY | options)).resolved()
+    assert message in str(error.value)
+
+
+def test_without_a_critic_its_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="^ppo = PPO.epochs=2. has no effect with DecByzPG: leave it out, or use Dec"):
+        Config(ppo=PPO(epochs=2)).resolved()
+    assert Config().resolved().ppo == PPO()
+
+
+def test_rules_of_the_blocks_are_checked_as_ever() -> None:
+    assert Config(**TINY).resolved().aggregator == TrimmedMean()
+    assert Config(**PLAIN).resolved().aggregator == Mean()
