@@ -13,7 +13,7 @@ from byzpg.robust.attacks import Attack
 from byzpg.robust.components import nearest, plain_name
 
 # Options of a Config that only simulated runs have: here attackers are real, or rehearsed.
-SIMULATED = ("num_attackers", "attack", "byzantine_set", "num_seeds", "coins", "agreement", "rounds")
+SIMULATED = ("num_attackers", "attack", "byzantine_set", "num_seeds", "coins", "agreement", "rounds", "steps", "ppo")
 # Options under their names in byzpg 0.1.
 OLD_NAMES = {"num_declared": "num_byzantine", "rehearsal_liars": "rehearsal_attackers"}
 
@@ -131,6 +131,8 @@ def _settings(given: dict[str, Any]) -> Settings:
             continue
         if not algorithm.centralized:
             raise ValueError(f"run config: algorithm {name} has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG.")
+        if algorithm.agent.unit == "steps":
+            raise ValueError(f"run config: {name} does not run on Flower yet: use ByzPG, or simulate it.")
         if not algorithm.robust:
             values.setdefault("num_byzantine", 0)
     # Clients may attack, but no attack is simulated.
