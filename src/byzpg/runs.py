@@ -166,7 +166,8 @@ class Run:
                 f"iteration T̂ = {self.output_iteration[seed]} of this seed has not come yet: finish the run, or use "
                 "output = 'last'."
             )
-        return TrainedPolicy(self.settings.bound_policy(), held[seed, agent])
+        policy = self.settings.bound_policy()
+        return TrainedPolicy(policy, held[seed, agent, : policy.dimension])  # what follows is the critic's
 
 
 @dataclass(frozen=True, eq=False)

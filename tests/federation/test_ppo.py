@@ -311,7 +311,9 @@ def test_runs_count_steps_and_know_their_trajectories() -> None:
     np.testing.assert_array_equal(run.metrics["environment_steps"], 5 * 16)
     np.testing.assert_allclose(run.trajectories, np.cumsum(run.metrics["episodes"], axis=1))
     assert run.settings.trajectories is None
-    assert run.policy().act(np.zeros(4)).shape == ()
+    trained_policy = run.policy()
+    assert trained_policy.parameters.shape == (trained_policy.policy.dimension,)  # without the critic's
+    np.testing.assert_array_equal(trained_policy.parameters, run.parameters["last"][0, 0, :44])
 
 
 def test_a_run_without_a_critic_knows_its_steps() -> None:

@@ -697,18 +697,16 @@ def _iteration(
         found = _either(large, partial(estimated, True), partial(estimated, False))
         found = _aggregated(iterations, found, iterations if large is True else others, 0, by)
         advanced = [this.advance(gradients, large) for this, gradients in zip(iterations, found, strict=True)]
-        exchanged = [each.exchanged for each in found]
-    else:
+    else:  # all batches are large
         players = players_of(True)
         digested = by.for_agents(partial(digests, True), players)
         metrics = [this.sample_metrics(sampled) for this, (_, sampled) in zip(iterations, digested, strict=True)]
 
         def exchange(carry: list[tuple[AgentState, Any]], number: Array) -> tuple[Any, list[ExchangeMetrics]]:
-            now = [
-                replace(each, agents=_with_players(agents, each.keys.shape[1]), memories=memories)
-                for each, (agents, memories) in zip(players, carry, strict=True)
+            given = [
+                (replace(each, agents=_with_players(agents, each.keys.shape[1]), memories=memories), batch)
+                for each, (agents, memories), (batch, _) in zip(players, carry, digested, strict=True)
             ]
-            given = [(each, batch) for each, (batch, _) in zip(now, digested, strict=True)]
             sent = by.for_agents(partial(messages, number), given)
             at = [
                 replace(this, state=replace(this.state, agents=agents))
@@ -724,12 +722,12 @@ def _iteration(
         start = [(each.state.agents, each.state.memories) for each in iterations]
         ended, of_exchanges = lax.scan(exchange, start, jnp.arange(num_exchanges))
         advanced = [agents for agents, _ in ended]
-        exchanged = jax.tree.map(partial(jnp.mean, axis=0), of_exchanges)
+        reports = jax.tree.map(partial(jnp.mean, axis=0), of_exchanges)
         found = [
             replace(this.gradients(agents.parameters, memories, of), exchanged=report)
-            for this, (agents, memories), of, report in zip(iterations, ended, metrics, exchanged, strict=True)
+            for this, (agents, memories), of, report in zip(iterations, ended, metrics, reports, strict=True)
         ]
-    outcomes = [this.finish(*each) for this, each in zip(iterations, zip(found, advanced, strict=True), strict=True)]
+    outcomes = [this.finish(*each) for this, *each in zip(iterations, found, advanced, strict=True)]
     following, metrics = zip(*outcomes, strict=True)
     return following, metrics
 
