@@ -6,7 +6,7 @@
     python benchmarks/ppo.py CartPole-v1 --steps 2048 --seeds 1 --attacks AvgZero    # a quick check
 
 For each attack, the table gives the environment steps per agent at which the mean return over seeds reaches the level
-(the mean over the last 4 % of the run), the return at the end over all seeds and of the worst one, and what is deployed:
+(a mean over 4 % of the run), the return at the end over all seeds and of the worst one, and what is deployed:
 the mean of 100 episodes of the final policy in Gymnasium, drawn from the policy and greedy, over seeds. Baseline: the
 published return of one PPO agent (RL Baselines3 Zoo), in the last line. Seeds 2000 and up were not used to choose
 options.
