@@ -234,6 +234,7 @@ def test_the_rival_is_plain_averaging_under_the_same_attack(results: Results) ->
     plain = rivals.pop(robust.label)
     assert plain is not None
     assert plain.label == "Fed-PAGE-PG K=13 α=3/13"
+    assert rivals.pop("FedPG-BR K=13 α=3/13") == plain
     assert set(rivals.values()) == {None}
     _, panel, _ = find(results, "tolerance", "ALIE", "ByzPG, f = 6")
     for cell in panel.cells:
@@ -355,15 +356,15 @@ def test_every_curve_is_shown_with_the_estimator_and_p_that_were_used(results: R
     estimator = "GPOMDP(baseline='leave-one-out')"
     without = "p = 1, so without small batches and the PAGE correction."
     assert notes["fig1"] == (
-        f"Ours: {estimator}, {without} Published: p = 0.2. CartPole-v1, no momentum: PAGE-PG K=1. CartPole-v1, "
-        "momentum 0.9: DecByzPG K=5, DecByzPG K=13. LunarLander-v3, no momentum: PAGE-PG K=1, DecByzPG K=5, DecByzPG "
-        "K=13."
+        f"Ours: {estimator}. Published: p = 0.2. CartPole-v1, no momentum: PAGE-PG K=1, SVRPG K=1. CartPole-v1, "
+        "momentum 0.8: DecByzPG K=5, DecByzPG K=13. CartPole-v1, momentum 0.9: N-PG-IGT K=1. LunarLander-v3, no "
+        "momentum: PAGE-PG K=1, SVRPG K=1. LunarLander-v3, momentum 0.8: DecByzPG K=5, DecByzPG K=13. LunarLander-v3, "
+        "momentum 0.9: N-PG-IGT K=1."
     )
-    assert {"PAGE-PG K=1", "DecByzPG K=13"} <= set(names["fig1"].values())
-    assert notes["fig2"].startswith(f"Ours: {estimator}, {without} Published: p = 0.2.")
-    rounding = "Dec-PAGE-PG K=13 α=3/13 under AvgZero shows rounding alone"
-    assert rounding in notes["fig2"]
-    assert notes["rotating"] == f"All runs: {estimator}, momentum 0.9, {without}"
+    assert {"PAGE-PG K=1 (p = 1)", "DecByzPG K=13 (p = 1)", "SVRPG K=1 (p = 0.2)"} <= set(names["fig1"].values())
+    assert notes["fig2"].startswith(f"Ours: {estimator}. Published: p = 0.2.")
+    assert "shows rounding alone" not in notes["fig2"], "with the tuned ε, a mean of zero is no step"
+    assert notes["rotating"] == f"All runs: {estimator}, momentum 0.8, {without}"
     assert notes["averaging"].count("shows rounding alone") == 1
     assert "Plain averaging, ε = 1e-8 under" in notes["averaging"]
     assert notes["ablation"] == f"All runs: {estimator}, no momentum."
@@ -388,9 +389,11 @@ def test_a_role_has_one_colour_in_all_figures(results: Results) -> None:
     assert set(roles) == {
         *("PAGE-PG K=1", "plain-PG K=13 α=0", "plain-PG K=13 α=3/13"),
         *("robustPG K=13 α=3/13", "robustPG K=13", "robustPG K=5"),
+        *("SVRPG K=1", "N-PG-IGT K=1", "FedPG-BR K=13 α=3/13", "FedPG-BR K=13 α=3/13, with a server"),
     }
     assert all(len(colours) == 1 for colours in roles.values())
-    assert len(set.union(*roles.values())) == 5  # the robust method with 13 agents is one, attacked or not
+    # The robust method with 13 agents is one, attacked or not. Lone peers are in figures without plain averaging.
+    assert len(set.union(*roles.values())) == 6
 
 
 def test_reach_by_number_of_agents_and_never(results: Results) -> None:
@@ -639,7 +642,7 @@ def test_data_follow_the_theme(open_page: Callable[..., Page]) -> None:
         strokes = page.evaluate(
             "[...document.querySelectorAll('#tuned-fig2 .key path')].map(e => getComputedStyle(e).stroke)"
         )
-        assert len(set(strokes)) == 5
+        assert len(set(strokes)) == 6
         assert all(contrast(channels(stroke), back) > 2.2 for stroke in strokes)
         assert contrast(channels(strokes[0]), back) > 12
         lines = page.evaluate(
@@ -667,24 +670,24 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
     page = open_page()
     published_rows = rows_of(page, "#tuned-published")
     assert page.locator("#tuned-published th[scope=row]").count() == 60
-    assert published_rows["Figure 2, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.9)"] == [
+    assert published_rows["Figure 2, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.8)"] == [
         *("4,750", "2,100", "2,100 [2,100, 2,100]", "2.1× sooner; ends lower")
     ]
-    assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.9)"] == [
+    assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.8)"] == [
         *("never", "never", "never [never, never]", "neither reaches it")
     ]
-    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13 (no momentum)"] == ["1", "−30 ± 2", "−31"]
-    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13 (no momentum)"][::2] == [
+    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.8)"] == ["1", "−30 ± 2", "−31"]
+    assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.8)"][::2] == [
         "not visible",
         "ends higher",
     ]
     numbers = rows_of(page, "#tuned-fig2")
-    assert numbers["AvgZero", "DecByzPG K=13 α=3/13"] == [
+    assert numbers["AvgZero", "DecByzPG K=13 α=3/13 (p = 1)"] == [
         *("470 ± 8", "470 [460, 480]", "2,100 [2,100, 2,100]", "1.00 [1.00, 1.00]")
     ]
-    assert numbers["All panels", "PAGE-PG K=1 α=0"][3] == ""
+    assert numbers["All panels", "PAGE-PG K=1 α=0 (p = 1)"][3] == ""
     assert numbers["", "DecByzPG K=13 α=3/13, all attacks"][3] == "1.00 [1.00, 1.00]"
-    assert len(numbers) == 2 + 2 * 3 + 1
+    assert len(numbers) == 2 + 3 * 3 + 2, "the last two rows are over all attacks"
     rules = rows_of(page, "#tuned-heatmap")
     assert len(rules) == len(HEATMAP_RULES)
     assert rules["", "Median"][-1] == "1.00 [1.00, 1.00]"

@@ -224,7 +224,7 @@ def _tidy(axes: Axes) -> None:
 
 def _head(figure: Figure, title: str, subtitle: str) -> None:
     """Draw the title and, in plain letters, the line below it."""
-    lines = wrap(subtitle, int(14 * figure.get_figwidth()))
+    lines = wrap(subtitle, int(14 * figure.get_figwidth()), break_on_hyphens=False)
     # The empty lines of the title keep this place free.
     figure.suptitle(title + "\n" * len(lines), fontsize=12.5, fontweight="bold")
     look: dict[str, Any] = {"fontsize": 9, "ha": "center", "va": "top", "linespacing": 1.4}
