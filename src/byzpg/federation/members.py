@@ -238,30 +238,26 @@ class Worker:
         self.federation, self.index = federation, index
         self._player, self._attack = _Player(federation.agent, _key(key_data), as_simulated), attack
         self.returns = np.zeros(0)  # of the last batch of episodes
-        self._iteration = -1  # of the last batch
-        # By agent, as an attacker in a rehearsal computes the messages of others: before the last batch, and with it.
-        self._histories: dict[int, History | None] = {}
-        self._longer: dict[int, History | None] = {}
+        # By agent, as an attacker in a rehearsal computes the messages of others: the iteration of its last batch, and
+        # its history before that batch and with it.
+        self._histories: dict[int, tuple[int | None, History | None, History | None]] = {}
 
     @property
     def memory(self) -> dict[str, np.ndarray]:
         """What to `recall` in another process; nothing without momentum."""
-        kept = self._histories | self._longer
         return {
             f"{part}-{index}": np.asarray(value)
-            for index, history in kept.items()
+            for index, (_, _, history) in self._histories.items()
             if history is not None
             for part, value in vars(history).items()
         }
 
     def recall(self, memory: Mapping[str, np.ndarray]) -> None:
         """Continue from the memory of another process. A worker that cannot begins anew, as in iteration 0."""
-        indices = {int(name.partition("-")[2]) for name in memory}
-        self._longer = {}
-        self._histories = {
-            index: History(jnp.asarray(memory[f"mean-{index}"]), jnp.asarray(memory[f"count-{index}"]))
-            for index in indices
-        }
+        self._histories = {}
+        for index in {int(name.partition("-")[2]) for name in memory}:
+            history = History(jnp.asarray(memory[f"mean-{index}"]), jnp.asarray(memory[f"count-{index}"]))
+            self._histories[index] = None, history, history
 
     def gradient(self, iteration: int, parameters: np.ndarray) -> np.ndarray:
         """The message [d] at the server's θ [d], from a large batch of episodes of its own: ṽ or, with momentum, m."""
@@ -295,12 +291,13 @@ class Worker:
         state = AgentState(held, held, held, ())  # of all this, a large batch looks at θ alone
         attack = self._attack if index == self.index else None
         own, sampled = self._player.sample(state, index, iteration, large=True, attack=attack)
-        if iteration != self._iteration:  # a batch that is sampled again is remembered once
-            self._histories |= self._longer
-            self._longer, self._iteration = {}, iteration
         agent = self.federation.agent
-        history = self._histories.get(index) or agent.initial_history(held)
-        self._longer[index], message = _remember(agent, history, own[:1])
+        initial = agent.initial_history(held)
+        last, before, longer = self._histories.get(index, (None, initial, initial))
+        if iteration != last:  # a batch that is sampled again is remembered once
+            before = longer
+        longer, message = _remember(agent, before, own[:1])
+        self._histories[index] = iteration, before, longer
         return message, sampled
 
 
