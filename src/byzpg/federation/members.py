@@ -396,11 +396,11 @@ class _Player:
         """The estimate [1, d] of one agent from a batch of its own, with the random numbers of agent `index`."""
         agent, keys = self.agent, self.stream(iteration, play_stream(index))[None]
         attack = attack if attack is not None and attack.poisons_play else None
-        points = _points(agent, state, keys, large)
         if isinstance(agent.env, HostTask):
+            points = _points(agent, state, keys, large)
             episodes = agent.play(points, keys, large, _on_play(attack))
         else:
-            episodes = _play(agent, points, keys, large, attack)
+            points, episodes = _play(agent, state, keys, large, attack)
         return _estimate(agent, large, self.as_simulated, state, points, episodes)
 
 
@@ -430,8 +430,9 @@ def _points(agent: Agent, state: AgentState, keys: Array, large: bool) -> Array:
 
 
 @partial(jax.jit, static_argnames=("agent", "large", "attack"), compiler_options=QUICK_COMPILATION)
-def _play(agent: Agent, points: Array, keys: Array, large: bool, attack: Attack | None) -> Episodes:
-    return agent.play(points, keys, large, _on_play(attack))
+def _play(agent: Agent, state: AgentState, keys: Array, large: bool, attack: Attack | None) -> tuple[Array, Episodes]:
+    points = agent.points(state, keys, large)
+    return points, agent.play(points, keys, large, _on_play(attack))
 
 
 def _on_play(attack: Attack | None) -> PlayAttacks:
