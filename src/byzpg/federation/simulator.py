@@ -395,39 +395,32 @@ def _run_on_host(
     compiler_options=QUICK_COMPILATION,
 )
 def _run_iteration(
+    states: States, keys: Keys, episodes: Episodes, *others: Array | None, codes: Federations, large: bool, mesh: Mesh
+) -> tuple[States, tuple[Metrics, ...]]:
+    """`_iterate_with` on the devices of a mesh."""
+    return jax.shard_map(
+        partial(_iterate_with, _tables(codes), large),
+        mesh=mesh,
+        in_specs=(layout(states, mesh), BY_SEED, layout(episodes, mesh), BY_SEED, BY_SEED, EVERYWHERE),
+        out_specs=(layout(states, mesh), BY_SEED),
+        check_vma=False,
+    )(states, keys, episodes, *others)
+
+
+def _iterate_with(
+    tables: tuple[_Table, ...],
+    large: bool,
     states: States,
     keys: Keys,
     episodes: Episodes,
     output_iteration: Array,
     takes_part: Array | None,
     numbers: Array,
-    *,
-    codes: Federations,
-    large: bool,
-    mesh: Mesh,
 ) -> tuple[States, tuple[Metrics, ...]]:
     """One iteration with the episodes given."""
-    tables = _tables(codes)
-
-    def iterate(
-        states: States,
-        keys: Keys,
-        episodes: Episodes,
-        output_iteration: Array,
-        takes_part: Array | None,
-        numbers: Array,
-    ) -> tuple[States, tuple[Metrics, ...]]:
-        states = _with_output(tables, states, output_iteration)
-        after = _iteration(tables, ByAgent(), lambda *_: episodes, states, keys, numbers, large)
-        return _where_taking_part(tables, takes_part, after, _skip(states))
-
-    return jax.shard_map(
-        iterate,
-        mesh=mesh,
-        in_specs=(layout(states, mesh), BY_SEED, layout(episodes, mesh), BY_SEED, BY_SEED, EVERYWHERE),
-        out_specs=(layout(states, mesh), BY_SEED),
-        check_vma=False,
-    )(states, keys, episodes, output_iteration, takes_part, numbers)
+    states = _with_output(tables, states, output_iteration)
+    after = _iteration(tables, ByAgent(), lambda *_: episodes, states, keys, numbers, large)
+    return _where_taking_part(tables, takes_part, after, _skip(states))
 
 
 def _with_output(tables: tuple[_Table, ...], states: States, output_iteration: Array) -> States:
