@@ -641,7 +641,7 @@ BIASED_CHANGES: dict[str, tuple[Estimator, Correction]] = {
 }
 
 
-@partial(jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 1})
+@partial(jax.jit, static_argnums=(0, 1))
 def estimated_change(estimator: Estimator, correction: Correction, keys: Array) -> tuple[Array, Array]:
     """Estimates of ∇J(θ_t) − ∇J(θ_{t−1}) [agent, d] from small batches of many agents, and their largest weights."""
     agent = replace(
