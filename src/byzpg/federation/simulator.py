@@ -162,7 +162,8 @@ class Simulation:
     ) -> tuple[Any, ...]:
         seeds, (codes, numbers) = jnp.asarray(self.seeds), _separated_numbers(self.federations)
         keys = Keys(_keys(seeds, ATTACKERS), _keys(seeds, ITERATIONS))
-        outputs = jnp.broadcast_to(jnp.asarray(output_iteration), len(self.seeds))
+        # A type of its own: a whole number of Python has a weak one, and would be another program.
+        outputs = jnp.broadcast_to(jnp.asarray(output_iteration, jnp.int32), len(self.seeds))
         block = _Block(jnp.asarray(batches), outputs, None if takes_part is None else jnp.asarray(takes_part))
         return states, keys, block, jnp.asarray(numbers), codes, self._mesh()
 
