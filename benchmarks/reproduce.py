@@ -1,6 +1,6 @@
 """The time of whole grids of experiments, compilation included: `byzpg reproduce` without its pictures.
 
-    python benchmarks/reproduce.py cartpole                      # 19 cells of 10 seeds, 8,000 trajectories per agent
+    python benchmarks/reproduce.py cartpole                      # 24 cells of 10 seeds, 8,000 trajectories per agent
     python benchmarks/reproduce.py lunarlander --output results  # keeps lunarlander-tuned.npz for `byzpg report`
     python benchmarks/reproduce.py cartpole --seeds 1 --trajectories 30    # a quick check
 
@@ -80,7 +80,7 @@ def main() -> None:
         replace(results, provenance=about).save(arguments.output / f"{name}.npz")
     hours = sum(15 if run.settings.env == LUNARLANDER else 5 for run in runs.values())
     number = sum(run.settings.num_seeds for run in runs.values())
-    steps = sum(np.sum(run.metrics["environment_steps"]) for run in runs.values())
+    steps = sum(np.nansum(run.metrics["environment_steps"]) for run in runs.values())
     print(
         f"{name}: {number} runs on {jax.devices()[0].device_kind}: {seconds:.1f} s in total, {marks[0]:.1f} s until "
         f"the first block ended, compilation included; {steps / 1e6:,.0f} M environment steps, "

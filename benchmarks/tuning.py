@@ -1,106 +1,253 @@
 """The choice of the tuned presets, and of the settings of experiments, on seeds that no figure uses.
 
-    python benchmarks/tuning.py cartpole            # batch, step size and momentum under five attacks
-    python benchmarks/tuning.py variance            # batch and step size of every way to lower the variance
-    python benchmarks/tuning.py lunarlander         # GPUs only
-    python benchmarks/tuning.py cartpole --settings 2 --seeds 1 --trajectories 60    # a quick check
+    python benchmarks/tuning.py cartpole                # momentum, batch, step size and Adam's ε under five attacks
+    python benchmarks/tuning.py rules                   # rules of aggregation on CartPole
+    python benchmarks/tuning.py variance                # batch and step size of every way to lower the variance
+    python benchmarks/tuning.py cartpole-peers          # SVRPG, FedPG-BR and N-PG-IGT
+    python benchmarks/tuning.py lunarlander             # GPUs only, as the next one
+    python benchmarks/tuning.py lunarlander-peers
+    python benchmarks/tuning.py cartpole --tables 1 --seeds 1 --trajectories 60    # a quick check
 
-On CartPole and LunarLander, ByzPG represents both methods: with large batches alone, they differ in who computes the
-average, not in its value. For each setting, the table gives the trajectories per agent at which the mean over seeds
-reaches two levels, and the mean of the last tenth, over all seeds and for the worst seed. Baseline: the first rows of
-each table, without momentum.
+Each table has a row per setting and a column per case: an attack, or a number of honest agents. A cell says after how
+many trajectories per agent the mean over seeds reaches two levels, and the mean and the worst seed's return of the last
+tenth. The last columns repeat the slowest case and the worst seed of all. With large batches alone, ByzPG represents
+both methods: they differ in who computes the average, not in its value. Baseline: the rows without momentum.
 """
 
 import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, product
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from byzpg import Config, training
+from byzpg import Config, Run, training
 from byzpg.experiments.statistics import smooth_on_grid
-from byzpg.runs import RunDirectory
+from byzpg.runs import RunDirectory, provenance
 
-CELL = {"cartpole": 25, "variance": 25, "lunarlander": 50}
-LEVELS = {"cartpole": (450, 475), "variance": (450, 475), "lunarlander": (200, 250)}
+LEVELS = {"CartPole-v1": (450, 475), "LunarLander-v3": (200, 250)}
+CELL = {"CartPole-v1": 20, "LunarLander-v3": 50}
+PAPER_ATTACKS = ("RandomAction", "LargeNoise", "AvgZero")
+ALL_ATTACKS = (*PAPER_ATTACKS, "ALIE", "Normalized")
+
+Table = dict[str, dict[str, Config]]  # settings by row and column; the runs of a table share one program
 
 
-def settings(task: str) -> Iterator[tuple[str, Config]]:
-    """The settings to compare, each a name and a configuration."""
-    attacked = Config(algorithm="ByzPG", num_byzantine=3)
-    if task == "cartpole":
-        shared = replace(attacked, num_seeds=6, seed=100, trajectories=600)
-        choices = [(0.0, 15, 2e-2), (0.0, 8, 2e-2), (0.8, 6, 1e-2), (0.9, 6, 1e-2), (0.9, 6, 7e-3)]
-        choices += [(0.8, 8, 1e-2), (0.9, 8, 1e-2), (0.9, 8, 1.4e-2)]
-        for momentum, large_batch, step_size in choices:
-            each = replace(shared, momentum=momentum, large_batch=large_batch, step_size=step_size)
-            name = f"β = {momentum:g}, N = {large_batch}, η = {step_size:g}"
-            for attack in ("RandomAction", "LargeNoise", "AvgZero", "ALIE", "Normalized"):
-                yield f"{name}, {attack}", replace(each, attack=attack)
-            yield f"{name}, honest, K = 5", replace(each, num_agents=5, num_byzantine=0)
-            yield f"{name}, K = 1", replace(each, algorithm="PAGE-PG", num_byzantine=None)
-    elif task == "variance":
-        shared = Config(num_byzantine=3, attack="AvgZero", num_seeds=4, seed=100, trajectories=500, momentum=0.0)
-        small = replace(shared, switch_probability=0.25, small_batch=4)
-        ways = {
-            "no momentum": (shared, (15, 8, 6)),
-            "momentum 0.8": (replace(shared, momentum=0.8), (8, 6, 5)),
-            "momentum 0.9": (replace(shared, momentum=0.9), (8, 6, 5)),
-            "momentum 0.8, transport": (replace(shared, momentum=0.8, transport=True), (8, 6, 5)),
-            "momentum 0.9, transport": (replace(shared, momentum=0.9, transport=True), (8, 6, 5)),
-            "PAGE, per decision": (replace(small, importance="ImportanceWeights(mode='per-decision')"), (24, 15, 10)),
-            "PAGE, defensive": (replace(small, importance="DefensiveSampling(mode='per-decision')"), (24, 15, 10)),
-            "PAGE, Hessian": (replace(small, importance="HessianVector()"), (24, 15, 10)),
+def under(config: Config, attacks: tuple[str, ...]) -> dict[str, Config]:
+    """One case per attack, with 3 of 13 agents attacking."""
+    return {attack: replace(config, num_byzantine=3, attack=attack) for attack in attacks}
+
+
+def cartpole() -> Iterator[Table]:
+    shared = Config(algorithm="ByzPG", num_seeds=10, seed=100, trajectories=600)
+    choices = {6: (0.8, 0.9, 0.95), 8: (0.0, 0.9), 5: (0.9, 0.95), 15: (0.0,)}
+    for large_batch, momenta in choices.items():
+        steps = product(momenta, (7e-3, 1e-2, 1.4e-2, 2e-2), (1e-8, 0.03, 0.1))
+        yield _poles(replace(shared, large_batch=large_batch), steps)
+    # Long runs with more seeds: do they stay at the top?
+    long = replace(shared, large_batch=6, num_seeds=20, trajectories=3000)
+    yield _poles(long, product((0.8,), (1e-2, 1.2e-2), (1e-8, 0.03, 0.1)))
+
+
+def _poles(shared: Config, choices: Iterable[tuple[float, float, float]]) -> Table:
+    table = {}
+    for momentum, step_size, epsilon in choices:
+        each = replace(shared, momentum=momentum, step_size=step_size, adam_epsilon=epsilon)
+        cases = under(each, ALL_ATTACKS) | {"honest, K = 5": replace(each, num_agents=5, num_byzantine=0)}
+        table[f"N = {shared.large_batch}, β = {momentum:g}, η = {step_size:g}, ε = {epsilon:g}"] = cases
+    return table
+
+
+def rules() -> Iterator[Table]:
+    shared = Config(algorithm="ByzPG", num_seeds=10, seed=100, trajectories=600, momentum=0.9, large_batch=6)
+    yield {
+        f"{rule}, η = {step_size:g}": under(replace(shared, aggregator=rule, step_size=step_size), ALL_ATTACKS)
+        for rule, step_size in product(("NNM(RFA())", "NNM(Median())", "MultiKrum()"), (7e-3, 1e-2, 1.4e-2))
+    }
+    shared = replace(shared, momentum=0.8, adam_epsilon=0.03)
+    yield {
+        f"{rule}, β = 0.8, η = {step_size:g}, ε = 0.03": under(
+            replace(shared, aggregator=rule, step_size=step_size), ALL_ATTACKS
+        )
+        for rule, step_size in product(("NNM(TrimmedMean())", "CAF()", "NNM(CAF())"), (1e-2, 1.2e-2))
+    }
+
+
+def variance() -> Iterator[Table]:
+    shared = Config(num_byzantine=3, attack="AvgZero", num_seeds=4, seed=100, trajectories=500, momentum=0.0)
+    shared = replace(shared, adam_epsilon=1e-8)
+    small = replace(shared, switch_probability=0.25, small_batch=4)
+    ways = {
+        "no momentum": (shared, (15, 8, 6)),
+        "momentum 0.8": (replace(shared, momentum=0.8), (8, 6, 5)),
+        "momentum 0.9": (replace(shared, momentum=0.9), (8, 6, 5)),
+        "momentum 0.8, transport": (replace(shared, momentum=0.8, transport=True), (8, 6, 5)),
+        "momentum 0.9, transport": (replace(shared, momentum=0.9, transport=True), (8, 6, 5)),
+        "PAGE, per decision": (replace(small, importance="ImportanceWeights(mode='per-decision')"), (24, 15, 10)),
+        "PAGE, defensive": (replace(small, importance="DefensiveSampling(mode='per-decision')"), (24, 15, 10)),
+        "PAGE, Hessian": (replace(small, importance="HessianVector()"), (24, 15, 10)),
+    }
+    for name, (way, large_batches) in ways.items():
+        yield {
+            f"{name}, N = {large_batch}, η = {step_size:g}": {
+                "AvgZero": replace(way, large_batch=large_batch, step_size=step_size)
+            }
+            for large_batch, step_size in product(large_batches, (5e-3, 1e-2, 2e-2))
         }
-        for name, (way, large_batches) in ways.items():
-            for large_batch, step_size in product(large_batches, (5e-3, 1e-2, 2e-2)):
-                each = replace(way, large_batch=large_batch, step_size=step_size)
-                yield f"{name}, N = {large_batch}, η = {step_size:g}", each
-    else:
-        shared = replace(attacked, env="LunarLander-v3", attack="AvgZero", num_seeds=4, seed=100, trajectories=2000)
-        choices = [(0.0, 45, 5e-3), (0.8, 15, 2e-3), (0.9, 15, 2e-3), (0.9, 15, 3e-3), (0.9, 10, 2e-3)]
-        for momentum, large_batch, step_size in choices:
-            each = replace(shared, momentum=momentum, large_batch=large_batch, step_size=step_size)
-            yield f"β = {momentum:g}, N = {large_batch}, η = {step_size:g}", each
+
+
+def lunarlander() -> Iterator[Table]:
+    shared = Config(env="LunarLander-v3", algorithm="ByzPG", num_seeds=4, seed=100, trajectories=2000)
+    honest = {"honest, K = 5": replace(shared, num_agents=5, num_byzantine=0)}
+    table = {}
+    for momentum, step_size, epsilon in product((0.8, 0.9), (2e-3, 3e-3, 4.5e-3), (1e-8, 0.03)):
+        options: dict[str, Any] = {"momentum": momentum, "step_size": step_size, "adam_epsilon": epsilon}
+        table[f"N = 15, β = {momentum:g}, η = {step_size:g}, ε = {epsilon:g}"] = {
+            case: replace(config, large_batch=15, **options)
+            for case, config in (under(shared, PAPER_ATTACKS) | honest).items()
+        }
+    yield table
+    each = replace(shared, num_seeds=5, large_batch=20, adam_epsilon=0.03)
+    yield {
+        f"N = 20, β = {momentum:g}, η = {step_size:g}, ε = 0.03, {rule}": under(
+            replace(each, momentum=momentum, step_size=step_size, aggregator=rule), PAPER_ATTACKS
+        )
+        for rule, momentum, step_size in product(("NNM(TrimmedMean())", "CAF()"), (0.8, 0.9), (2e-3, 3e-3))
+    }
+
+
+def peers(shared: Config, batches: tuple[tuple[int, int], ...], steps: tuple[float, ...]) -> Iterator[Table]:
+    """SVRPG and FedPG-BR, in one program per pair of batches (N, B)."""
+    shared = replace(shared, momentum=0.0, adam_epsilon=1e-8, switch_probability=0.2)
+    weights = ("ImportanceWeights(cap=1.0)", "ImportanceWeights(mode='per-decision')")
+    for large_batch, small_batch in batches:
+        each = replace(shared, large_batch=large_batch, small_batch=small_batch)
+        table = {}
+        for importance, step_size in product(weights, steps):
+            svrpg = replace(each, algorithm="SVRPG", importance=importance, step_size=step_size)
+            fedpg = replace(svrpg, algorithm="FedPG-BR")
+            name = f"N = {large_batch}, B = {small_batch}, {importance}, η = {step_size:g}"
+            table[name] = {"SVRPG": svrpg} | under(fedpg, PAPER_ATTACKS)
+        yield table
+
+
+def radii(shared: Config) -> Table:
+    """FedPG-BR's filter with a radius of its own, next to the one that follows from the messages."""
+    shared = replace(shared, algorithm="FedPG-BR", momentum=0.0, adam_epsilon=1e-8, switch_probability=0.2)
+    filters = ("FedPGFilter()", *(f"FedPGFilter(radius={radius})" for radius in (3.0, 10.0, 30.0, 100.0)))
+    return {
+        f"{rule}, η = {step_size:g}": under(replace(shared, aggregator=rule, step_size=step_size), PAPER_ATTACKS)
+        for rule, step_size in product(filters, (5e-3, 1e-2))
+    }
+
+
+def lone_transport(shared: Config, batches: tuple[int, ...], steps: tuple[float, ...]) -> Iterator[Table]:
+    for large_batch in batches:
+        each = replace(shared, algorithm="N-PG-IGT", large_batch=large_batch)
+        yield {
+            f"N = {large_batch}, β = {momentum:g}, η = {step_size:g}": {
+                "N-PG-IGT": replace(each, momentum=momentum, step_size=step_size)
+            }
+            for momentum, step_size in product((0.8, 0.9), steps)
+        }
+
+
+def cartpole_peers() -> Iterator[Table]:
+    shared = Config(num_seeds=8, seed=100, trajectories=2000, coins="shared")
+    yield from peers(shared, ((15, 4), (24, 8)), (2e-3, 5e-3, 1e-2, 2e-2))
+    yield from lone_transport(shared, (15, 6), (0.03, 0.06, 0.12, 0.25, 0.5))
+    yield radii(replace(shared, large_batch=15, small_batch=4))
+
+
+def lunarlander_peers() -> Iterator[Table]:
+    shared = Config(env="LunarLander-v3", num_seeds=3, seed=100, trajectories=2500, coins="shared")
+    yield from peers(shared, ((45, 15),), (1e-3, 2e-3, 5e-3))
+    yield from lone_transport(shared, (30,), (0.03, 0.06, 0.12, 0.25, 0.5))
+    # With another discount, and next to it the plain agent.
+    nearer = replace(shared, discount=0.99)
+    yield from peers(nearer, ((45, 15),), (2e-3, 5e-3))
+    yield from lone_transport(nearer, (30,), (0.03, 0.06))
+    lone = replace(shared, algorithm="PAGE-PG", large_batch=45, momentum=0.0, num_seeds=6)
+    yield {
+        f"N = 45, η = {step_size:g}, γ = {discount:g}": {
+            "PAGE-PG": replace(lone, step_size=step_size, discount=discount)
+        }
+        for step_size, discount in product((5e-3,), (0.999, 0.99))
+    }
+
+
+TABLES = {
+    "cartpole": cartpole,
+    "rules": rules,
+    "variance": variance,
+    "cartpole-peers": cartpole_peers,
+    "lunarlander": lunarlander,
+    "lunarlander-peers": lunarlander_peers,
+}
+
+
+def summary(run: Run) -> tuple[list[float], float, float]:
+    """When the mean over seeds reaches the levels of the task, and the mean and the worst seed of the last tenth."""
+    env = run.settings.env
+    grid = np.arange(CELL[env], np.min(run.trajectories[:, -1]) + 1, CELL[env])
+    cells = smooth_on_grid(run.trajectories, run.returns, grid)
+    mean, ends = np.mean(cells, axis=0), np.mean(cells[:, grid > 0.9 * grid[-1]], axis=1)
+    return [float(min(grid[mean >= level], default=inf)) for level in LEVELS[env]], ends.mean(), ends.min()
+
+
+class _TimeIsUp(Exception):
+    pass
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=LEVELS)
+    parser.add_argument("choice", choices=TABLES)
     parser.add_argument("--trajectories", type=int)
     parser.add_argument("--seeds", type=int)
-    parser.add_argument("--settings", type=int, help="how many settings to compare; default: all")
-    parser.add_argument("--output", type=Path, help="folder for the runs; by default they are not kept")
+    parser.add_argument("--tables", type=int, help="how many tables to compute; default: all")
+    parser.add_argument("--seconds", type=float, default=inf, help="show a table as far as it is after this time")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
 
     def say(progress: training.Progress) -> None:
-        print(f"{progress.seconds:5.0f} s: {progress.done:.0%} done, {progress.label}", file=sys.stderr, flush=True)
+        print(f"{progress.seconds:5.0f} s: {progress.done:.0%} of a table, {progress.label}", file=sys.stderr)
+        if progress.seconds > arguments.seconds:
+            raise _TimeIsUp
 
-    levels, cell = LEVELS[arguments.task], CELL[arguments.task]
-    with tempfile.TemporaryDirectory() as folder:
-        directories = {}
-        for index, (name, config) in enumerate(islice(settings(arguments.task), arguments.settings)):
-            directories[name] = (arguments.output or Path(folder)) / f"{arguments.task}-{index}"
-            trajectories, seeds = arguments.trajectories or config.trajectories, arguments.seeds or config.num_seeds
-            asked = replace(config, trajectories=trajectories, num_seeds=seeds)
-            RunDirectory.create(directories[name], asked.resolved())
-        training.resume_all(list(directories.values()), say)
-        runs = {name: training.load(directory) for name, directory in directories.items()}
-    print(f"| setting | {levels[0]} at | {levels[1]} at | end | worst seed's end |\n|---|---:|---:|---:|---:|")
-    for name, run in runs.items():
-        grid = np.arange(cell, np.min(run.trajectories[:, -1]) + 1, cell)
-        cells = smooth_on_grid(run.trajectories, run.returns, grid)
-        mean, ends = np.mean(cells, axis=0), np.mean(cells[:, grid > 0.9 * grid[-1]], axis=1)
-        reached = [grid[np.argmax(mean >= level)] if np.any(mean >= level) else None for level in levels]
-        shown = " | ".join("never" if each is None else f"{each:,}" for each in reached)
-        print(f"| {name} | {shown} | {ends.mean():.0f} | {ends.min():.0f} |")
+    def when(time: float) -> str:
+        return "never" if time == inf else f"{time:,.0f}"
+
+    about = provenance()
+    for table in islice(TABLES[arguments.choice](), arguments.tables):
+        cells = {(setting, case): config for setting, cases in table.items() for case, config in cases.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            directories = {}
+            for index, (place, config) in enumerate(cells.items()):
+                trajectories, seeds = arguments.trajectories or config.trajectories, arguments.seeds or config.num_seeds
+                asked = replace(config, trajectories=trajectories, num_seeds=seeds).resolved()
+                directories[place] = RunDirectory.create(Path(folder) / str(index), asked, about).path
+            with suppress(_TimeIsUp):
+                training.resume_all(list(directories.values()), say)
+            found = {place: summary(training.load(directory)) for place, directory in directories.items()}
+        cases = list(dict.fromkeys(case for _, case in found))
+        print("| setting |", " | ".join(cases), "| slowest | worst seed |")
+        print("|---" * (1 + len(cases)) + "|---:|---:|")
+        for setting in table:
+            row = {case: found[setting, case] for case in cases if (setting, case) in found}
+            texts = [
+                f"{when(times[0])}, {when(times[1])}: {end:.0f} ({worst:.0f})" for times, end, worst in row.values()
+            ]
+            slowest, lowest = max(times[1] for times, _, _ in row.values()), min(worst for _, _, worst in row.values())
+            print(f"| {setting} |", " | ".join(texts), f"| {when(slowest)} | {lowest:.0f} |", flush=True)
+        print(flush=True)
 
 
 if __name__ == "__main__":

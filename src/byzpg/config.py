@@ -107,8 +107,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 # What presets change in some tasks.
 PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
-        "CartPole-v1": {"large_batch": 6, "step_size": 7e-3, "momentum": 0.9, "trajectories": 500},
-        "LunarLander-v3": {"trajectories": 3000},
+        "CartPole-v1": {
+            "large_batch": 6,
+            "step_size": 1.2e-2,
+            "adam_epsilon": 0.03,
+            "momentum": 0.8,
+            "trajectories": 500,
+        },
+        "LunarLander-v3": {
+            "large_batch": 20,
+            "step_size": 3e-3,
+            "adam_epsilon": 0.03,
+            "momentum": 0.8,
+            "trajectories": 3000,
+        },
         "Pendulum-v1": {"large_batch": 20, "discount": 0.99},
     },
     "paper": {"LunarLander-v3": {"step_size": 1e-3}},
@@ -119,8 +131,20 @@ PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
 # What presets change in some tasks for one agent alone, whose gradients are not averaged with others.
 PRESETS_ALONE: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
-        "CartPole-v1": {"large_batch": 15, "step_size": 2e-2, "momentum": 0.0, "trajectories": 1200},
-        "LunarLander-v3": {"trajectories": 5000},
+        "CartPole-v1": {
+            "large_batch": 15,
+            "step_size": 2e-2,
+            "adam_epsilon": ADAM_EPSILON,
+            "momentum": 0.0,
+            "trajectories": 1200,
+        },
+        "LunarLander-v3": {
+            "large_batch": 45,
+            "step_size": 5e-3,
+            "adam_epsilon": ADAM_EPSILON,
+            "momentum": 0.0,
+            "trajectories": 5000,
+        },
     },
 }
 
@@ -276,6 +300,8 @@ class Config:
         for option, family in FAMILY_OF.items():
             if isinstance(values[option], str):
                 values[option] = parse(family, values[option])
+        if values["optimizer"] != "adam" and self.adam_epsilon is None:  # the preset's is for Adam
+            values["adam_epsilon"] = ADAM_EPSILON
         values.setdefault("num_agents", 1 if ALGORITHMS[name].single else 13)
         values.setdefault("num_byzantine", _most_tolerated(values))
         values.setdefault("num_attackers", values["num_byzantine"])

@@ -22,6 +22,9 @@ from byzpg.training import Progress
 
 # What is in a grid
 
+PEERS = ("SVRPG", "N-PG-IGT", "FedPG-BR")
+ATTACKED = ("fig2", "fig3", "fig5", "fig6")
+
 
 @pytest.fixture(scope="module")
 def everything() -> Any:
@@ -34,7 +37,9 @@ def test_figures_have_the_papers_methods_and_published_curves(everything: Any) -
     for figure in figures:
         for panel in figure.panels:
             assert panel.published is not None
-            assert set(published_curves(*panel.published)) == {cell.label for cell in panel.cells}
+            ours = [cell for cell in panel.cells if everything.settings[cell.run].algorithm not in PEERS]
+            assert set(published_curves(*panel.published)) == {cell.label for cell in ours}
+            assert len(panel.cells) - len(ours) == (1 if figure.name in ATTACKED else 2)
             for cell in panel.cells:
                 settings = everything.settings[cell.run]
                 method, _, setting = cell.label.partition(" K=")
@@ -73,7 +78,7 @@ def test_tasks_and_collections_narrow_a_grid() -> None:
     cartpole = grid(["cartpole"], Scope())
     assert {settings.env for settings in cartpole.settings.values()} == {"CartPole-v1"}
     assert [each.name for each in cartpole.experiments] == ["fig1", "fig2", "fig4", "fig5"]
-    assert len(cartpole.settings) == 19
+    assert len(cartpole.settings) == 24
     same = grid(["fig1", "fig2", "fig3", "fig4", "fig5"], Scope(), "CartPole-v1")
     assert same == cartpole
     one = grid(["fig2"], Scope("script", 3, 7, 90))
@@ -89,6 +94,8 @@ def test_every_preset_has_every_figure(preset: Any) -> None:
     planned = {(each.env, each.algorithm) for each in settings}
     assert planned >= set(product(("CartPole-v1", "LunarLander-v3"), of_the_paper))
     assert {each.preset for each in settings} == {preset}
+    peers = set() if preset == "theory" else set(product(("CartPole-v1", "LunarLander-v3"), PEERS))
+    assert {pair for pair in planned if pair[1] in PEERS} == peers, "no theorem of the paper has their step sizes"
     for accepting in (Scope, Reproduce):
         assert preset in get_args(get_type_hints(accepting)["preset"])
 
