@@ -396,7 +396,7 @@ def _run_on_host(
     compiler_options=QUICK_COMPILATION,
 )
 def _run_iteration(
-    states: States, keys: Keys, episodes: Episodes, *others: Array | None, codes: Federations, large: bool, mesh: Mesh
+    states: States, keys: Keys, episodes: Episodes, *others: Any, codes: Federations, large: bool, mesh: Mesh
 ) -> tuple[States, tuple[Metrics, ...]]:
     """`_iterate_with` on the devices of a mesh."""
     return jax.shard_map(
