@@ -57,7 +57,7 @@ def cartpole() -> Iterator[Table]:
     yield _poles(long, product((0.8,), (1e-2, 1.2e-2), (1e-8, 0.03, 0.1)))
 
 
-def _poles(shared: Config, choices: Iterable[tuple[float, float, float]]) -> Table:
+def _poles(shared: Config, choices: Iterable[tuple[float, ...]]) -> Table:
     table = {}
     for momentum, step_size, epsilon in choices:
         each = replace(shared, momentum=momentum, step_size=step_size, adam_epsilon=epsilon)

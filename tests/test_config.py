@@ -61,9 +61,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "tuned": {
         "optimizer": "adam",
-        "step_size": 7e-3,
+        "step_size": 1.2e-2,
+        "adam_epsilon": 0.03,
         "large_batch": 6,
-        "momentum": 0.9,
+        "momentum": 0.8,
         "switch_probability": 1.0,
         "output_tanh": False,
         "estimator": GPOMDP(baseline="leave-one-out"),
@@ -229,15 +230,22 @@ def test_a_run_that_was_saved_before_an_option_existed_means_what_it_meant_then(
     old = {name: value for name, value in data.items() if name not in FORMERLY}
     assert Config.of(data, "config.json").resolved().momentum == 0.7
     assert Config.of(old, "config.json").resolved().momentum == 0
-    assert Config.of({"attack": "ALIE"}, "mine.toml").resolved().momentum == 0.9, (
+    assert Config.of({"attack": "ALIE"}, "mine.toml").resolved().momentum == 0.8, (
         "a user's file leaves it to the preset"
     )
 
 
 def test_one_agent_alone_has_a_preset_of_its_own() -> None:
     alone = Config(algorithm="PAGE-PG").resolved()
-    assert (alone.large_batch, alone.step_size, alone.momentum) == (15, 2e-2, 0)
+    assert (alone.large_batch, alone.step_size, alone.momentum, alone.adam_epsilon) == (15, 2e-2, 0, 1e-8)
+    lander = Config(env="LunarLander-v3", algorithm="PAGE-PG").resolved()
+    assert (lander.large_batch, lander.step_size, lander.momentum, lander.adam_epsilon) == (45, 5e-3, 0, 1e-8)
     assert Config(algorithm="N-PG-IGT").resolved().momentum == 0.9
+
+
+def test_the_epsilon_of_a_preset_is_for_adam_alone() -> None:
+    assert Config().resolved().adam_epsilon == 0.03
+    assert Config(optimizer="sgd").resolved().adam_epsilon == 1e-8
 
 
 def test_a_small_batch_left_out_is_never_the_larger_one() -> None:

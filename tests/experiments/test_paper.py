@@ -108,7 +108,10 @@ def test_the_command_on_the_results_page_is_what_the_ablation_measures() -> None
         flag.removeprefix("--").replace("-", "_"): text for flag, text in zip(words[::2], words[1::2], strict=True)
     }
     numbers = ("large_batch", "small_batch", "switch_probability", "step_size", "trajectories", "num_seeds", "seed")
-    given = {name: literal_eval(text) if name in (*numbers, "momentum") else text for name, text in options.items()}
+    given = {
+        name: literal_eval(text) if name in (*numbers, "momentum", "adam_epsilon") else text
+        for name, text in options.items()
+    }
     made = grid(["ablation"], Scope())
     cells = {cell.run: cell.label for panel in made.experiments[0].panels for cell in panel.cells}
     assert cells[run_name(Config.of(given, "the results page").resolved())] == "PAGE, gated by health"
