@@ -32,6 +32,9 @@ from byzpg.config import Config, Settings
 from byzpg.federation.schedule import Plan
 from byzpg.learning.policies import Policy
 
+# The metrics that older checkpoints lack, and what they were in all their iterations; see also `config.FORMERLY`.
+FORMERLY = {"gradient_squared": np.nan, "episodes": np.nan}  # the one was never known, the other not recorded
+
 
 @dataclass(frozen=True, eq=False)
 class TrainedPolicy:
@@ -190,8 +193,9 @@ class Checkpoint:
         metrics = {
             name.removeprefix("metric_"): values for name, values in arrays.items() if name.startswith("metric_")
         }
-        if "return_mean" in metrics:  # older checkpoints have no such metric, and had no task for which it is known
-            metrics.setdefault("gradient_squared", np.full_like(metrics["return_mean"], np.nan))
+        if "return_mean" in metrics:
+            for name, value in FORMERLY.items():
+                metrics.setdefault(name, np.full_like(metrics["return_mean"], value))
         return cls(int(arrays["iteration"]), state, metrics)
 
 

@@ -286,7 +286,7 @@ def test_the_summary_says_when_a_task_is_solved() -> None:
     def run_with(*solved: bool) -> Run:
         # The mean over 100 trajectories is that of one iteration.
         made = a_run(Config())
-        made = replace(made, trajectories=20 * made.trajectories)
+        made = replace(made, progress=20 * made.progress)
         made.returns[~np.array(solved)] = 10.0
         return made
 

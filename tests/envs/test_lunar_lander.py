@@ -354,7 +354,7 @@ def test_landers_that_a_chunk_leaves_unsettled_step_one_by_one() -> None:
     together, _, _ = STEP(state, no_action, noise)
     for first in range(0, BATCH, FEW):
         few = (jnp.arange(BATCH) >= first) & (jnp.arange(BATCH) < first + FEW)  # so few step one by one
-        alone, _, _ = STEP(state._replace(ended=jnp.where(few, 0.0, 1.0)), no_action, noise)
+        alone, _, _ = STEP(state._replace(ended=(~few).astype(jnp.float32)), no_action, noise)
         for one, other in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
             np.testing.assert_allclose(one[few], other[few], rtol=1e-4, atol=1e-4)
 

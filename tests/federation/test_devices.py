@@ -217,7 +217,13 @@ def test_exchanges_are_divided_by_coordinate(tmp_path: Path) -> None:
     assert in_eight(tmp_path, "check_exchanges()").wait() == 0, (tmp_path / "said").read_text()
 
 
-LARGE_POLICY = Config(**TINY | {"algorithm": "Dec-PAGE-PG", "num_agents": 8, "num_seeds": 1, "hidden": (128, 128)})
+LARGE_POLICY = Config(
+    **TINY
+    | {"algorithm": "Dec-PAGE-PG", "num_agents": 8, "num_seeds": 1, "hidden": (128, 128)}
+    | {"switch_probability": 1.0, "trajectories": 12}
+)
+# As training runs it, so that their programs are one.
+LARGE_BLOCK = [LARGE] + [SKIP] * (training.BLOCK - 1)
 
 
 def check_memory(folder: str) -> None:
@@ -225,23 +231,23 @@ def check_memory(folder: str) -> None:
     settings = LARGE_POLICY.resolved()
     simulation = Simulation((settings.federation(),), settings.seeds)
 
-    arguments, temporary = bytes_needed(simulation.compiled([LARGE], only_large=True))  # all vectors on each device
+    arguments, temporary = bytes_needed(simulation.compiled(LARGE_BLOCK, only_large=True))  # all on each device
     devices.MOST_BYTES_ON_EACH = 0
-    fewer_arguments, less_temporary = bytes_needed(simulation.compiled([LARGE], only_large=True))
+    fewer_arguments, less_temporary = bytes_needed(simulation.compiled(LARGE_BLOCK, only_large=True))
     assert fewer_arguments < arguments / 7
     assert less_temporary < temporary / 4
     dimension = settings.federation().agent.policy.dimension
     assert dimension % 8
-    states, _ = simulation.run(simulation.start(), [LARGE], 0, only_large=True)
+    states, _ = simulation.run(simulation.start(), LARGE_BLOCK, 0, only_large=True)
     for leaf in jax.tree.leaves(states):
         if leaf.ndim == 3:
             assert {part.data.shape for part in leaf.addressable_shards} == {(1, 8, -(-dimension // 8))}
-    training.train(dataclasses.replace(LARGE_POLICY, trajectories=12), Path(folder) / "run")
+    training.train(LARGE_POLICY, Path(folder) / "run")
 
 
 def test_more_devices_need_less_memory_each(tmp_path: Path) -> None:
     done = in_eight(tmp_path, "check_memory(sys.argv[1])")
-    alone = training.train(dataclasses.replace(LARGE_POLICY, trajectories=12))
+    alone = training.train(LARGE_POLICY)
     assert done.wait() == 0, (tmp_path / "said").read_text()
     for name, parameters in training.load(tmp_path / "run").parameters.items():
         np.testing.assert_allclose(parameters, alone.parameters[name], rtol=TOLERANCE, atol=TOLERANCE)

@@ -431,28 +431,33 @@ IN_NUMBERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_federations_that_differ_in_numbers_are_one_program(optimizer: str) -> None:
+# Alone, or beside two of its kind, which is the program of all three again.
+@pytest.mark.parametrize(("optimizer", "num_alike"), [("sgd", 3), ("adam", 1)])
+def test_federations_that_differ_in_numbers_are_one_program(optimizer: str, num_alike: int) -> None:
+    def end_of(settings: Settings) -> tuple[SimulationState, Metrics]:
+        simulation = simulation_of(*[settings] * num_alike)
+        states, metrics = simulation.run(simulation.start(), block(*BATCHES), 2)
+        return states[0], metrics[0]
+
     settings = [settings_of(num_agents=5, optimizer=optimizer, **options) for options in IN_NUMBERS]
     joint = simulation_of(*settings)
     program: Any = simulator._run_block
     before = program._cache_size()
     states, metrics = joint.run(joint.start(), block(*BATCHES), 2)
     assert program._cache_size() == before + 1
+    num_programs = before + (2 if num_alike == 1 else 1)  # the same for each of them
     for each, state, found in zip(settings, states, metrics, strict=True):
-        alone = simulation_of(each)
-        (expected_state,), (expected,) = alone.run(alone.start(), block(*BATCHES), 2)
+        expected_state, expected = end_of(each)
         for name, values in vars(expected).items():
             np.testing.assert_allclose(getattr(found, name), values, rtol=2e-3, atol=1e-3, err_msg=name)
         for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-3)
-    assert program._cache_size() == before + 2  # the same for each of them alone
+    assert program._cache_size() == num_programs
     # Every number counts: one of them changed is another run.
     for option, value in IN_NUMBERS[1].items():
-        changed = simulation_of(settings_of(num_agents=5, optimizer=optimizer, **IN_NUMBERS[0] | {option: value}))
-        (state,), _ = changed.run(changed.start(), block(*BATCHES), 2)
+        state, _ = end_of(settings_of(num_agents=5, optimizer=optimizer, **IN_NUMBERS[0] | {option: value}))
         assert np.abs(np.asarray(state.agents.parameters - states[0].agents.parameters)).max() > 1e-5, option
-    assert program._cache_size() == before + 2
+    assert program._cache_size() == num_programs
 
 
 def test_attackers_play_as_their_federation_says() -> None:
@@ -561,10 +566,11 @@ def test_the_exact_gradient_is_that_before_the_step_over_honest_agents() -> None
     ).resolved()
     simulation = simulation_of(settings)
     agent, states, seen, parameters = settings.federation().agent, simulation.start(), [], np.zeros(0)
+    exactly = jax.jit(agent.gradient_squared)
     for _ in range(2):
         parameters = np.asarray(states[0].agents.parameters)  # [seed, agent, d]
         states, (metrics,) = simulation.run(states, [LARGE], 0, only_large=True)
-        exact = np.stack([agent.gradient_squared(each) for each in parameters])
+        exact = np.stack([exactly(each) for each in parameters])
         np.testing.assert_allclose(metrics.gradient_squared[:, 0], np.mean(exact[:, :3], axis=1), rtol=1e-5)
         seen.append(exact)
     assert np.ptp(seen[1][0]) > 1e-4  # the agents differ, so that the attacker, the last one, could be told from them

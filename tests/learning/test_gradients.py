@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
+from byzpg.config import Config
 from byzpg.envs.spaces import Discrete
 from byzpg.learning.gradients import (
     GPOMDP,
@@ -640,25 +641,22 @@ BIASED_CHANGES: dict[str, tuple[Estimator, Correction]] = {
 }
 
 
-@partial(jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 1})
+@partial(jax.jit, static_argnums=(0, 1))
 def estimated_change(estimator: Estimator, correction: Correction, keys: Array) -> tuple[Array, Array]:
     """Estimates of ∇J(θ_t) − ∇J(θ_{t−1}) [agent, d] from small batches of many agents, and their largest weights."""
+    agent = replace(
+        Config(algorithm="PAGE-PG", gate=1.0, discount=DISCOUNT, horizon=HORIZON).resolved().federation().agent,
+        env=TwoStates(),
+        policy=POLICY,
+        small_batch=SMALL_BATCH,
+        estimator=estimator,
+        importance=correction,
+    )
     parameters, previous = (jnp.tile(theta, (len(keys), 1)) for theta in (PARAMETERS, PREVIOUS))
-    points, num_points = correction.points(parameters, previous, keys), correction.num_points
-    episodes = rollout(
-        TwoStates(),
-        POLICY,
-        points.reshape(-1, POLICY.dimension),
-        jax.vmap(lambda key: jax.random.split(key, num_points))(keys).reshape(-1),
-        num_episodes=SMALL_BATCH // num_points,
-        horizon=HORIZON,
-    )
-    episodes = jax.tree.map(
-        lambda leaf: leaf.reshape(len(keys), SMALL_BATCH, *leaf.shape[2:]) if leaf.ndim else leaf, episodes
-    )
-    batch = SmallBatch(POLICY, parameters, previous, points, episodes, estimator, DISCOUNT, Clock(HORIZON))
-    here, before, health = correction.terms(batch)
-    return here - before, health.largest
+    state = replace(agent.initial(parameters), previous=previous)
+    points = agent.request(state, None, keys, large=False)
+    change, sampled = agent.digest(state, points, agent.play(points, keys, large=False), keys, large=False)
+    return change, sampled.health.largest
 
 
 def exact_change() -> np.ndarray:

@@ -122,7 +122,8 @@ def simulated(manifest: Manifest, **attackers: Any) -> tuple[np.ndarray, np.ndar
     simulation = Simulation((settings.federation(),), settings.seeds)
     plan = peer(manifest.settings()).plan
     batches = [LARGE if each else SMALL for each in plan.large]
-    (state,), _ = simulation.run(simulation.start(), batches, plan.output_iteration)
+    only_large = bool(np.all(plan.large))
+    (state,), _ = simulation.run(simulation.start(), batches, plan.output_iteration, only_large=only_large)
     return np.asarray(state.agents.parameters[0]), np.asarray(state.output[0])
 
 

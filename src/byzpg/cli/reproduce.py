@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +17,10 @@ from byzpg.runs import RunDirectory, provenance
 if TYPE_CHECKING:
     from byzpg.config import Settings
     from byzpg.experiments.paper import Grid
+
+# The options that say what is run. Most experiments take them all, and some are run by themselves and take fewer.
+SCOPE = ("task", "preset", "seeds", "seed", "trajectories")
+BY_ITSELF = {"rates": ("seeds", "seed")}
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,13 @@ class Reproduce:
 
         if not self.names:
             raise ValueError(f"reproduce needs at least one name: {', '.join([*EXPERIMENTS, *COLLECTIONS])}.")
-        if "rates" in self.names:
-            for option, fix in {"task": None, "preset": "tuned", "trajectories": None}.items():
-                if (given := getattr(self, option)) != fix:
-                    raise ValueError(f"--{option} has no effect on rates, got {given}: leave it out.")
+        defaults = {option.name: option.default for option in fields(self)}
+        for name in BY_ITSELF.keys() & self.names:
+            for option in SCOPE:
+                if option not in BY_ITSELF[name] and (given := getattr(self, option)) != defaults[option]:
+                    raise ValueError(f"--{option} has no effect on {name}, got {given}: leave it out.")
             if len(self.names) > 1:
-                raise ValueError("rates is run by itself: leave out the other names, or run them in another command.")
+                raise ValueError(f"{name} is run by itself: leave out the other names, or run them in another command.")
         for option in ("seeds", "trajectories"):
             if (given := getattr(self, option)) is not None and given < 1:
                 raise ValueError(f"--{option} must be at least 1, got {given}.")
@@ -143,12 +148,12 @@ class Reproduce:
 
     def _file_name(self) -> str:
         """A name that says what was asked for, so that no other results are overwritten."""
-        asked = [
-            *self.names,
-            self.task,
-            self.preset if self.names != ("rates",) else None,
-            f"{self.seeds}-seeds" if self.seeds else None,
-            f"from-{self.seed}" if self.seed != REPORTED_SEED else None,
-            f"{self.trajectories}-trajectories" if self.trajectories else None,
-        ]
-        return "-".join(part for part in asked if part)
+        asked = {
+            "task": self.task,
+            "preset": self.preset,
+            "seeds": f"{self.seeds}-seeds" if self.seeds else None,
+            "seed": f"from-{self.seed}" if self.seed != REPORTED_SEED else None,
+            "trajectories": f"{self.trajectories}-trajectories" if self.trajectories else None,
+        }
+        taken = BY_ITSELF.get(self.names[0], SCOPE)
+        return "-".join([*self.names, *(text for option, text in asked.items() if text and option in taken)])

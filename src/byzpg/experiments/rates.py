@@ -6,7 +6,6 @@ that learn: at large steps, importance weights can throw a policy onto the plate
 vanishes as well.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,16 +13,15 @@ from itertools import product
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any, cast
-from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from byzpg import envs
-from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
 from byzpg.experiments.paper import run_name
+from byzpg.experiments.results import reading_archive, write_archive
 from byzpg.experiments.summaries import Estimate
 from byzpg.federation.agents import AgentState
 from byzpg.federation.simulator import LARGE
@@ -439,7 +437,6 @@ class Rates:
     def save(self, path: Path) -> None:
         """Write everything to one .npz file."""
         about = {
-            "format": FORMAT,
             "methods": [
                 {"label": each.label, "slope": each.slope, "chosen": each.chosen, "stuck": each.stuck}
                 for each in self.methods
@@ -447,12 +444,13 @@ class Rates:
             "noises": dict(self.noises),
             "provenance": self.provenance,
         }
-        arrays = {"about": np.asarray(json.dumps(about, ensure_ascii=False))}
-        for index, each in enumerate(self.methods):
-            for name in ("epsilons", "trajectories", "resamples"):
-                arrays[f"{index}/{name}"] = getattr(each, name)
+        arrays = {
+            f"{index}/{name}": getattr(each, name)
+            for index, each in enumerate(self.methods)
+            for name in ("epsilons", "trajectories", "resamples")
+        }
         arrays |= {name: getattr(self, name) for name in ("rounds", "floors", "diameters")}
-        write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **arrays))
+        write_archive(path, FORMAT, about, arrays)
 
     @classmethod
     def load(cls, path: Path) -> "Rates":
@@ -461,12 +459,7 @@ class Rates:
         Raises:
             ValueError: If the file is missing, broken, or not such a file.
         """
-        try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                arrays = dict(stored)
-            about = json.loads(str(arrays["about"]))
-            if about.get("format") != FORMAT:
-                raise ValueError(f"it is in format {about.get('format')}, and this version of byzpg reads {FORMAT}.")
+        with reading_archive(path, FORMAT, "byzpg reproduce rates") as (about, arrays):
             methods = tuple(
                 Measured(
                     each["label"],
@@ -479,8 +472,6 @@ class Rates:
             )
             kept = (arrays[name] for name in ("rounds", "floors", "diameters"))
             return cls(methods, *kept, noises=about["noises"], provenance=about["provenance"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, EOFError) as error:
-            raise ValueError(f"{path} cannot be read as results of `byzpg reproduce rates`: {error}") from None
 
 
 def _in_words(settings: Settings) -> str:

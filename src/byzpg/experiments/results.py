@@ -6,7 +6,8 @@ repository.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,16 +81,15 @@ class Results:
     def save(self, path: Path) -> None:
         """Write everything to one .npz file."""
         about = {
-            "format": FORMAT,
             "experiments": [asdict(experiment) for experiment in self.experiments],
             "settings": {name: result.settings.as_data() for name, result in self.runs.items()},
             "provenance": self.provenance,
         }
-        arrays = {"about": np.asarray(json.dumps(about, ensure_ascii=False))}
+        arrays: dict[str, np.ndarray] = {}
         for name, result in self.runs.items():
             arrays |= {f"{name}/{metric}": values for metric, values in result.metrics.items()}
             arrays[f"{name}/trajectories"] = result.trajectories
-        write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **arrays))
+        write_archive(path, FORMAT, about, arrays)
 
     @classmethod
     def load(cls, path: Path) -> "Results":
@@ -98,12 +98,7 @@ class Results:
         Raises:
             ValueError: If the file is missing, broken, or not such a file.
         """
-        try:
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                arrays = dict(stored)
-            about = json.loads(str(arrays.pop("about")))
-            if about.get("format") != FORMAT:
-                raise ValueError(f"it is in format {about.get('format')}, and this version of byzpg reads {FORMAT}.")
+        with reading_archive(path, FORMAT, "byzpg reproduce") as (about, arrays):
             runs = {}
             for name, values in about["settings"].items():
                 settings = Config.of(values, f"{path}, {name}").resolved()
@@ -111,8 +106,6 @@ class Results:
                 runs[name] = Result(settings, arrays[f"{name}/trajectories"], metrics)
             experiments = tuple(_experiment(data) for data in about["experiments"])
             return cls(experiments, runs, about["provenance"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, EOFError) as error:
-            raise ValueError(f"{path} cannot be read as results of `byzpg reproduce`: {error}") from None
 
 
 def _experiment(data: dict[str, Any]) -> Experiment:
@@ -128,3 +121,28 @@ def _experiment(data: dict[str, Any]) -> Experiment:
     # An older version may have worded them in another way.
     title, question = texts(data["name"]) or (data["title"], data["question"])
     return Experiment(data["name"], title, question, data["kind"], tuple(panels))
+
+
+def write_archive(path: Path, version: int, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays, and `about` with the version of its format as a JSON text, to one .npz file."""
+    text = np.asarray(json.dumps({"format": version, **about}, ensure_ascii=False))
+    everything: dict[str, Any] = {"about": text, **arrays}
+    write_atomically(path, lambda file: np.savez_compressed(file, allow_pickle=False, **everything))
+
+
+@contextmanager
+def reading_archive(path: Path, version: int, command: str) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """Yield `about` and the arrays of `write_archive`. Whatever fails at a broken file becomes one clear error.
+
+    Raises:
+        ValueError: If the file is missing, broken, or not of this version; the error names the command that writes it.
+    """
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            arrays = dict(stored)
+        about = json.loads(str(arrays.pop("about")))
+        if about.get("format") != version:
+            raise ValueError(f"it is in format {about.get('format')}, and this version of byzpg reads {version}.")
+        yield about, arrays
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, EOFError) as error:
+        raise ValueError(f"{path} cannot be read as results of `{command}`: {error}") from None

@@ -304,17 +304,16 @@ class Worker:
         self.federation, self.index = federation, index
         self._player, self._attack = _Player(federation.agent, _key(key_data), as_simulated), attack
         self.returns = np.zeros(0)  # of the last batch of episodes
-        self._iteration = -1  # of the last batch
-        # By agent, as an attacker in a rehearsal computes the messages of others: before the last batch, and with it.
-        self._memories: dict[int, Any] = {}
-        self._longer: dict[int, Any] = {}
+        # By agent, as an attacker in a rehearsal computes the messages of others: the iteration of its last batch, and
+        # its memory before that batch and with it.
+        self._memories: dict[int, tuple[int | None, Any, Any]] = {}
 
     @property
     def memory(self) -> dict[str, np.ndarray]:
         """What to `recall` in another process; nothing without momentum."""
         return {
             f"{leaf}-{index}": np.asarray(value)
-            for index, memory in (self._memories | self._longer).items()
+            for index, (_, _, memory) in self._memories.items()
             for leaf, value in enumerate(jax.tree.leaves(memory))
         }
 
@@ -322,13 +321,11 @@ class Worker:
         """Continue from the memory of another process. A worker that cannot begins anew, as in iteration 0."""
         agent = self.federation.agent
         structure = jax.tree.structure(jax.eval_shape(agent.initial_memory, jnp.zeros((1, agent.dimension))))
-        self._longer = {}
-        self._memories = {
-            index: jax.tree.unflatten(
-                structure, [jnp.asarray(memory[f"{leaf}-{index}"]) for leaf in range(structure.num_leaves)]
-            )
-            for index in {int(name.partition("-")[2]) for name in memory}
-        }
+        self._memories = {}
+        for index in {int(name.partition("-")[2]) for name in memory}:
+            leaves = [jnp.asarray(memory[f"{leaf}-{index}"]) for leaf in range(structure.num_leaves)]
+            kept = jax.tree.unflatten(structure, leaves)
+            self._memories[index] = None, kept, kept
 
     def gradient(self, iteration: int, parameters: np.ndarray) -> np.ndarray:
         """The message [d] at the server's θ [d], from a large batch of episodes of its own: ṽ or, with momentum, m."""
@@ -361,12 +358,13 @@ class Worker:
         held = jnp.asarray(np.asarray(parameters, np.float32)[None])
         state = AgentState(held, held, held, ())  # of all this, a large batch looks at θ alone
         attack = self._attack if index == self.index else None
-        if iteration != self._iteration:  # a batch that is sampled again is remembered once
-            self._memories |= self._longer
-            self._longer, self._iteration = {}, iteration
-        memory = self._memories.get(index) or self.federation.agent.initial_memory(held)
-        batch, sampled = self._player.sample(state, memory, index, iteration, large=True, attack=attack)
-        self._longer[index], message = self._player.message(state, memory, batch, 0)
+        initial = self.federation.agent.initial_memory(held)
+        last, before, longer = self._memories.get(index, (None, initial, initial))
+        if iteration != last:  # a batch that is sampled again is remembered once
+            before = longer
+        batch, sampled = self._player.sample(state, before, index, iteration, large=True, attack=attack)
+        longer, message = self._player.message(state, before, batch, 0)
+        self._memories[index] = iteration, before, longer
         return message, sampled
 
 
@@ -475,11 +473,11 @@ class _Player:
         """Play with the random numbers of agent `index`; return what its messages are computed from."""
         agent, keys = self.agent, self.stream(iteration, play_stream(index))[None]
         attack = attack if attack is not None and attack.poisons_play else None
-        request = _request(agent, state, memory, keys, large)
         if isinstance(agent.env, HostTask):
+            request = _request(agent, state, memory, keys, large)
             experience = agent.play(request, keys, large, _on_play(attack))
         else:
-            experience = _play(agent, request, keys, large, attack)
+            request, experience = _play(agent, state, memory, keys, large, attack)
         return _digest(agent, large, self.as_simulated, state, request, experience, keys)
 
     def message(self, state: AgentState, memory: Any, batch: Any, exchange: int) -> tuple[Any, Array]:
@@ -503,8 +501,11 @@ def _request(agent: Agent, state: AgentState, memory: Any, keys: Array, large: b
 
 
 @partial(jax.jit, static_argnames=("agent", "large", "attack"), compiler_options=QUICK_COMPILATION)
-def _play(agent: Agent, request: Any, keys: Array, large: bool, attack: Attack | None) -> Any:
-    return agent.play(request, keys, large, _on_play(attack))
+def _play(
+    agent: Agent, state: AgentState, memory: Any, keys: Array, large: bool, attack: Attack | None
+) -> tuple[Any, Any]:
+    request = agent.request(state, memory, keys, large)
+    return request, agent.play(request, keys, large, _on_play(attack))
 
 
 def _on_play(attack: Attack | None) -> PlayAttacks:

@@ -172,7 +172,8 @@ class Simulation:
     ) -> tuple[Any, ...]:
         seeds, (codes, numbers) = jnp.asarray(self.seeds), _separated_numbers(self.federations)
         keys = Keys(_keys(seeds, ATTACKERS), _keys(seeds, ITERATIONS))
-        outputs = jnp.broadcast_to(jnp.asarray(output_iteration), len(self.seeds))
+        # A type of its own: a whole number of Python has a weak one, and would be another program.
+        outputs = jnp.broadcast_to(jnp.asarray(output_iteration, jnp.int32), len(self.seeds))
         block = _Block(jnp.asarray(batches), outputs, None if takes_part is None else jnp.asarray(takes_part))
         return states, keys, block, jnp.asarray(numbers), codes, self._mesh()
 
@@ -410,42 +411,33 @@ def _run_on_host(
     compiler_options=QUICK_COMPILATION,
 )
 def _run_iteration(
+    states: States, keys: Keys, experience: Any, *others: Any, codes: Federations, large: bool, mesh: Mesh
+) -> tuple[States, tuple[Metrics, ...]]:
+    """`_iterate_with` on the devices of a mesh."""
+    divided, played = (layout(tree, mesh, codes[0].agent.dimension) for tree in (states, experience))
+    return jax.shard_map(
+        partial(_iterate_with, _tables(codes), large),
+        mesh=mesh,
+        in_specs=(divided, BY_SEED, played, BY_SEED, BY_SEED, EVERYWHERE),
+        out_specs=(divided, BY_SEED),
+        check_vma=False,
+    )(states, keys, experience, *others)
+
+
+def _iterate_with(
+    tables: tuple[_Table, ...],
+    large: bool,
     states: States,
     keys: Keys,
     experience: Any,
     output_iteration: Array,
     takes_part: Array | None,
     numbers: Array,
-    *,
-    codes: Federations,
-    large: bool,
-    mesh: Mesh,
 ) -> tuple[States, tuple[Metrics, ...]]:
     """One iteration with what was played given."""
-    tables, dimension = _tables(codes), codes[0].agent.dimension
-
-    def iterate(
-        states: States,
-        keys: Keys,
-        experience: Any,
-        output_iteration: Array,
-        takes_part: Array | None,
-        numbers: Array,
-    ) -> tuple[States, tuple[Metrics, ...]]:
-        states = _with_output(tables, states, output_iteration)
-        after = _iteration(tables, ByAgent(), lambda *_: experience, states, keys, numbers, large)
-        return _where_taking_part(tables, takes_part, after, _skip(states))
-
-    return jax.shard_map(
-        iterate,
-        mesh=mesh,
-        in_specs=(
-            *(layout(states, mesh, dimension), BY_SEED, layout(experience, mesh, dimension)),
-            *(BY_SEED, BY_SEED, EVERYWHERE),
-        ),
-        out_specs=(layout(states, mesh, dimension), BY_SEED),
-        check_vma=False,
-    )(states, keys, experience, output_iteration, takes_part, numbers)
+    states = _with_output(tables, states, output_iteration)
+    after = _iteration(tables, ByAgent(), lambda *_: experience, states, keys, numbers, large)
+    return _where_taking_part(tables, takes_part, after, _skip(states))
 
 
 def _with_output(tables: tuple[_Table, ...], states: States, output_iteration: Array) -> States:

@@ -172,7 +172,21 @@ def _up_to_here(steps: Array, per_decision: bool) -> Array:
 
 
 @dataclass(frozen=True)
-class ImportanceWeights(Correction):
+class _ByWeights(Correction):
+    """A correction by importance weights, of whole episodes or of the steps up to each one."""
+
+    mode: Literal["trajectory", "per-decision"] = "trajectory"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "mode", self.mode, ("trajectory", "per-decision"))
+
+    @property
+    def weighs_rewards(self) -> bool:
+        return self.mode == "per-decision"
+
+
+@dataclass(frozen=True)
+class ImportanceWeights(_ByWeights):
     """ω = p(τ|θ_{t−1})/p(τ|θ_t) = exp Σ_h [log π_{θ_{t−1}} − log π_{θ_t}], always in log space.
 
     Attributes:
@@ -185,20 +199,15 @@ class ImportanceWeights(Correction):
 
     numbers: ClassVar[tuple[str, ...]] = ("cap", "floor")
 
-    mode: Literal["trajectory", "per-decision"] = "trajectory"
     cap: float | None = None
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choice(self, "mode", self.mode, ("trajectory", "per-decision"))
+        super().__post_init__()
         if self.cap is not None:
             check_positive(self, cap=self.cap)
         if self.floor != 0:
             check_positive(self, floor=self.floor)
-
-    @property
-    def weighs_rewards(self) -> bool:
-        return self.mode == "per-decision"
 
     def log_weights(self, before: Array, now: Array) -> tuple[Array, "Health"]:
         """Compute log ω [agent, episode, time] and the health of the weights.
@@ -222,7 +231,7 @@ class ImportanceWeights(Correction):
 
 
 @dataclass(frozen=True)
-class DefensiveSampling(Correction):
+class DefensiveSampling(_ByWeights):
     """Half of a small batch is played with θ_{t−1}, so that no weight exceeds 2 (Owen & Zhou 2000; unbiased).
 
     The episodes come from q = ½ p(τ|θ_t) + ½ p(τ|θ_{t−1}), and the two gradients have the weights p(τ|θ_t)/q(τ) and
@@ -233,15 +242,6 @@ class DefensiveSampling(Correction):
     """
 
     num_points: ClassVar[int] = 2
-
-    mode: Literal["trajectory", "per-decision"] = "trajectory"
-
-    def __post_init__(self) -> None:
-        check_choice(self, "mode", self.mode, ("trajectory", "per-decision"))
-
-    @property
-    def weighs_rewards(self) -> bool:
-        return self.mode == "per-decision"
 
     def points(self, parameters: Array, previous: Array, keys: Array) -> Array:
         return jnp.stack([parameters, previous], axis=1)

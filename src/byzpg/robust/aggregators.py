@@ -142,12 +142,10 @@ class Mean(WeightedAggregator):
     """
 
     bound: ClassVar[str] = "f < K"
+    averages_all: ClassVar[bool] = True
 
     def max_byzantine(self, num_agents: int) -> int:
         return num_agents - 1
-
-    def is_mean(self, num_byzantine: int) -> bool:
-        return num_byzantine == 0 and type(self) is Mean
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return cloud.mean_of(cloud.usable)
@@ -243,8 +241,7 @@ class TrimmedMean(Aggregator):
         [2.3 1.7]
     """
 
-    def is_mean(self, num_byzantine: int) -> bool:
-        return num_byzantine == 0 and type(self) is TrimmedMean
+    averages_all: ClassVar[bool] = True
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         if cloud.num_points > NETWORK_LIMIT:
@@ -493,13 +490,11 @@ class MDA(WeightedAggregator):
     """
 
     ignores_far_rows: ClassVar[bool] = True
+    averages_all: ClassVar[bool] = True
     node_limit: int = 1_000_000
 
     def __post_init__(self) -> None:
         check_count(self, node_limit=self.node_limit)
-
-    def is_mean(self, num_byzantine: int) -> bool:
-        return num_byzantine == 0 and type(self) is MDA
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         keep = cloud.num_points - num_byzantine
@@ -559,6 +554,7 @@ class SMEA(WeightedAggregator):
         [2. 2.]
     """
 
+    averages_all: ClassVar[bool] = True
     subset_limit: int = 10_000
 
     def __post_init__(self) -> None:
@@ -573,9 +569,6 @@ class SMEA(WeightedAggregator):
     def max_byzantine(self, num_agents: int) -> int:
         faults = range((num_agents - 1) // 2 + 1)
         return max((f for f in faults if comb(num_agents, f) <= self.subset_limit), default=-1)
-
-    def is_mean(self, num_byzantine: int) -> bool:
-        return num_byzantine == 0 and type(self) is SMEA
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         subsets = jnp.asarray(_subsets(cloud.num_points, cloud.num_points - num_byzantine))

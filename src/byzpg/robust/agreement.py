@@ -142,6 +142,7 @@ class MDA(WeightedAgreement):
 
     bound: ClassVar[str] = "f < K/4"
     ignores_far_rows: ClassVar[bool] = True
+    averages_all: ClassVar[bool] = True
     node_limit: int = 1_000_000
 
     def __post_init__(self) -> None:
@@ -149,9 +150,6 @@ class MDA(WeightedAgreement):
 
     def max_byzantine(self, num_agents: int) -> int:
         return (num_agents - 1) // 4
-
-    def is_mean(self, num_byzantine: int) -> bool:
-        return num_byzantine == 0 and type(self) is MDA
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return aggregators.MDA(self.node_limit).coefficients(cloud, num_byzantine, key)

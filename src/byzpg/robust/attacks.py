@@ -110,9 +110,12 @@ class Knowledge:
     def honest(self) -> Array:
         """Indices [K − b] of the honest agents."""
         # Honest agent number i is agent i + j if j attackers come before it. `jnp.nonzero` takes longer to compile.
-        byzantine, number = self.byzantine, jnp.arange(self.num_honest)
-        honest_before = byzantine - jnp.sum(byzantine < byzantine[:, None], axis=1)
-        return stored(number + jnp.sum(honest_before <= number[:, None], axis=1))
+        number = jnp.arange(self.num_honest)
+        return stored(number + jnp.sum(self.honest_before(self.byzantine) <= number[:, None], axis=1))
+
+    def honest_before(self, agents: Array) -> Array:
+        """Return how many honest agents come before each of these agents [n]."""
+        return agents - jnp.sum(self.byzantine < agents[:, None], axis=1)
 
     def mean(self) -> Array:
         """Return the mean [d] of the honest vectors."""

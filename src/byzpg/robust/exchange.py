@@ -423,10 +423,8 @@ class _Messages:
             on_one_device=setting.shards.coordinates == 1,
         )
         shared = replace(shared, ascending=ascending_rows(shared.raw[: len(honest)], usable[: len(honest)]))
-        place = _place_among(num_agents, byzantine)
-        agents = jnp.arange(num_agents)
-        honest_before = agents - jnp.sum(byzantine < agents[:, None], axis=1)
-        true_row = jnp.where(knowledge.is_honest, honest_before, len(honest) + place)
+        honest_before = knowledge.honest_before(jnp.arange(num_agents))
+        true_row = jnp.where(knowledge.is_honest, honest_before, len(honest) + _place_among(num_agents, byzantine))
         sender, equivocal = jnp.append(order, byzantine), false_rows is None
         return cls(knowledge, shared, true_row, sender, honest[first], equivocal, made)
 

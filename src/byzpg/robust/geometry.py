@@ -260,8 +260,7 @@ class SharedRows:
         """
         centre = self.centre
         if not needs_centre:
-            index = jnp.argmax(jnp.nansum(stored[:, :-1], axis=0))
-            centre = jnp.where(self.usable[index], self.rows.row(index), 0)
+            centre = self.heaviest(stored)
 
         def in_kernel() -> Array:
             each = repeated(stored, stands_for, defined)
@@ -272,6 +271,11 @@ class SharedRows:
             return repeated(_around(centre, stored, total), stands_for, defined)
 
         return by_platform(cuda=in_kernel if self.in_kernels else None, default=in_products)
+
+    def heaviest(self, stored: Array) -> Array:
+        """Return the row [d] with the largest coefficient, or coefficients [m, c + 1] in sum; 0 if it is not usable."""
+        index = jnp.argmax(jnp.nansum(stored[:, :-1], axis=0))
+        return jnp.where(self.usable[index], self.rows.row(index), 0)
 
 
 @jax.tree_util.register_dataclass
@@ -452,10 +456,8 @@ class Cloud:
             total += _sum_around(centre, stored[0, num_shared:-1], self.private)
             return _around(centre, stored, total)[0]
         # Around the row with the largest coefficient, so that rules without distances need no search for a centre.
-        raw = self.shared.raw
-        index = jnp.argmax(stored[0, :-1])
-        centre = jnp.where(self.shared.usable[index], raw[index], 0)
-        return _around(centre, stored, _sum_around(centre, stored[0, :-1], raw))[0]
+        centre = self.shared.heaviest(stored)
+        return _around(centre, stored, _sum_around(centre, stored[0, :-1], self.shared.raw))[0]
 
     def of_stored(self, coefficients: Array) -> Array:
         """Return coefficients [m, n + 1] of points as coefficients [m, c + p + 1] of stored rows."""

@@ -42,6 +42,8 @@ class Rule(Component, ABC):
     differs_by_receiver: ClassVar[bool] = False  # two receivers of the same rows may get different results
     # A row that is far from K − f rows might as well be missing; `byzpg.robust.exchange.FAR` says how far.
     ignores_far_rows: ClassVar[bool] = False
+    # With f = 0, the rule is the mean of all rows. A subclass says so for itself, since it may change the rule.
+    averages_all: ClassVar[bool] = False
 
     def max_byzantine(self, num_agents: int) -> int:
         """Return the largest f that the rule tolerates among K = `num_agents` agents."""
@@ -63,8 +65,8 @@ class Rule(Component, ABC):
             raise ValueError(f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: {fix}.")
 
     def is_mean(self, num_byzantine: int) -> bool:
-        """Whether the rule is the mean of all rows with this f; False for subclasses, which may change the rule."""
-        return False
+        """Whether the rule is the mean of all rows with this f."""
+        return num_byzantine == 0 and vars(type(self)).get("averages_all", False)
 
     @abstractmethod
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
