@@ -32,6 +32,7 @@ import numpy as np
 from byzpg import Config, train
 from byzpg.config import REPORTED_SEED
 from byzpg.envs.cartpole import CartPole, State
+from byzpg.federation.agents import PAGEAgent
 from byzpg.federation.algorithms import Federation
 from byzpg.federation.simulator import LARGE, SMALL, Simulation
 from byzpg.learning.gradients import gradient
@@ -125,10 +126,9 @@ def steps() -> None:
     print("|---|---|---:|---:|---:|---:|---:|")
     for attack in ("AvgZero", "LargeNoise"):
         federation = endless(attack=attack)
-        for name, batch, episodes in (
-            ("large", LARGE, federation.agent.large_batch),
-            ("small", SMALL, federation.agent.small_batch),
-        ):
+        agent = federation.agent
+        assert isinstance(agent, PAGEAgent)
+        for name, batch, episodes in (("large", LARGE, agent.large_batch), ("small", SMALL, agent.small_batch)):
             for num_seeds in (1, 10):
                 seconds = seconds_per_iteration(federation, num_seeds, batch)
                 rate = num_seeds * federation.num_agents * episodes * federation.agent.horizon / seconds
@@ -154,12 +154,13 @@ def growth() -> None:
 def seconds_per_part(federation: Federation) -> list[float]:
     """The seconds of rollouts, gradients, aggregation and agreement of a large batch, each as its own program."""
     agent = federation.agent
+    assert isinstance(agent, PAGEAgent)
     keys = jax.random.split(jax.random.key(0), federation.num_agents)
     parameters = jax.vmap(agent.policy.initial)(keys)
 
     @jax.jit
     def play(parameters: jax.Array, keys: jax.Array) -> Episodes:
-        return agent.play(parameters, keys, True)
+        return agent.play(parameters[:, None], keys, True)
 
     @jax.jit
     def estimate(parameters: jax.Array, episodes: Episodes) -> jax.Array:
@@ -252,7 +253,7 @@ def coins() -> None:
         settings = replace(config, num_agents=1, num_byzantine=0).resolved()
         schedule = settings.schedule()
         timetable = schedule.timetable(Simulation((settings.federation(),), settings.seeds).initial_parameters())
-        needed = np.mean([plan.trajectories[-1] for plan in timetable.plans])
+        needed = np.mean([plan.progress[-1] for plan in timetable.plans])
         batches = settings.large_batch + settings.small_batch
         always = max(plan.num_iterations for plan in timetable.plans) * batches
         print(

@@ -618,8 +618,12 @@ class Settings:
     def federation(self) -> Federation:
         """The federation this describes."""
         algorithm = ALGORITHMS[self.algorithm]
-        bound = {"env": envs.make(self.env), "policy": self.bound_policy(), "momentum": self.momentum or None}
-        options = vars(self) | bound | {"anchored": algorithm.anchored}
+        options: dict[str, Any] = vars(self) | {
+            "env": envs.make(self.env),
+            "policy": self.bound_policy(),
+            "momentum": self.momentum or None,
+            "anchored": algorithm.anchored,
+        }
         agent = algorithm.agent(**{option.name: options[option.name] for option in fields(algorithm.agent)})
         return Federation(
             agent=agent,

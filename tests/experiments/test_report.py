@@ -64,7 +64,7 @@ WEIGHING = ("Mean", "Krum", "MultiKrum", "MDA", "RFA", "CAF")
 
 def learned(settings: Settings, rng: np.random.Generator) -> Result:
     """What a run might have looked like: plain averaging stays on the ground under attack, all else learns."""
-    ends = np.linspace(0, settings.trajectories, 81)[1:]
+    ends = np.linspace(0, settings.length, 81)[1:]
     low, high = (-250.0, 260.0) if settings.env == LUNARLANDER else (20.0, 498.0)
     rule = type(settings.aggregator).__name__
     tolerated = settings.num_attackers <= (0 if rule == "Mean" else settings.num_byzantine)

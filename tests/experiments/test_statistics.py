@@ -378,7 +378,7 @@ def test_learning_curves_draw_means_and_interquartile_means() -> None:
     assert [to_hex(line.get_color()).upper() for line in right.lines[:2]] == [COLOURS[0], COLOURS[2]]
     figure.draw_without_rendering()
     for axes in (left, right):
-        assert axes.get_xlim() == (0, curves[0].trajectories[-1])
+        assert axes.get_xlim() == (0, curves[0].progress[-1])
         drawn = axes.get_tightbbox()
         assert drawn is not None
         assert not legend.get_window_extent().overlaps(drawn)
@@ -393,7 +393,7 @@ def test_what_is_drawn_is_what_was_measured() -> None:
     figure = learning_curves([curve], "title")
     (mean,), (middle,) = (axes.lines for axes in figure.axes)
     for line in (mean, middle):
-        np.testing.assert_allclose(np.asarray(line.get_xdata()), curve.trajectories)
+        np.testing.assert_allclose(np.asarray(line.get_xdata()), curve.progress)
     np.testing.assert_allclose(np.asarray(mean.get_ydata()), np.mean(curve.returns, axis=0))
     np.testing.assert_allclose(np.asarray(middle.get_ydata()), interquartile_mean(curve.returns))
     bands = [axes.collections[0].get_datalim(axes.transData) for axes in figure.axes]

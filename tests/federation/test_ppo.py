@@ -254,7 +254,11 @@ def test_the_simulator_does_what_agents_do_apart_from_each_other(options: dict[s
 
 def test_policy_and_critic_are_aggregated_each_by_itself() -> None:
     """MDA of whole vectors would choose agents by the critic's gradients, which are longer."""
-    apart = {"aggregator": "MDA", "ppo": "PPO(environments=2, segment=8, epochs=1, minibatches=1)", "rounds": 0}
+    apart: dict[str, Any] = {
+        "aggregator": "MDA",
+        "ppo": "PPO(environments=2, segment=8, epochs=1, minibatches=1)",
+        "rounds": 0,
+    }
     expected = one_by_one(TINY | apart | {"agreement": "NoAgreement"}, 1)
     simulation = simulation_of(Config(**(TINY | apart)).resolved())
     states, _ = simulation.run(simulation.start(), [LARGE], 0, only_large=True)
@@ -263,19 +267,18 @@ def test_policy_and_critic_are_aggregated_each_by_itself() -> None:
 
 
 def peers(**options: Any) -> list[Peer]:
-    settings = Config(**(TINY | {"num_attackers": 0} | options)).resolved()
+    honest: dict[str, Any] = TINY | {"num_attackers": 0} | options
+    settings = Config(**honest).resolved()
     federation, schedule = settings.federation(), settings.schedule()
     return [Peer(federation, schedule, index, seeded_key(0), as_simulated=True) for index in range(5)]
 
 
 def iterated(members: list[Peer], iteration: int) -> None:
-    vectors, phase = [member.begin(iteration) for member in members], 0
-    while True:
+    vectors: list[Any] = [member.begin(iteration) for member in members]
+    for phase in range(members[0].exchanges + members[0].rounds):
         rows = np.stack(vectors)
-        following = [member.combine(iteration, phase, rows, np.ones(5, bool)) for member in members]
-        if following[0] is None:
-            return
-        vectors, phase = following, phase + 1
+        vectors = [member.combine(iteration, phase, rows, np.ones(5, bool)) for member in members]
+    assert vectors == [None] * 5
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
@@ -331,7 +334,7 @@ def test_a_run_that_was_stopped_ends_to_the_bit_as_one_that_was_not(tmp_path: Pa
         if progress.progress >= 48:
             raise Stop
 
-    longer = TINY | {"steps": 16 * 12}
+    longer: dict[str, Any] = TINY | {"steps": 16 * 12}
     with pytest.raises(Stop):
         train(Config(**longer), tmp_path / "run", stop)
     resumed, whole = resume(tmp_path / "run"), train(Config(**longer))

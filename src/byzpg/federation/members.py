@@ -525,14 +525,14 @@ def _as_simulated(function: Callable[..., Any], as_simulated: bool, *arguments: 
 def _digest(
     agent: Agent, large: bool, as_simulated: bool, state: AgentState, request: Any, experience: Any, keys: Array
 ) -> Any:
-    return _as_simulated(lambda *its: agent.digest(*its, large), as_simulated, state, request, experience, keys)
+    return _as_simulated(partial(agent.digest, large=large), as_simulated, state, request, experience, keys)
 
 
 @partial(jax.jit, static_argnames=("agent", "as_simulated"), compiler_options=QUICK_COMPILATION)
 def _message(
     agent: Agent, as_simulated: bool, state: AgentState, memory: Any, batch: Any, exchange: Array | int
 ) -> Any:
-    return _as_simulated(lambda *its: agent.message(*its, exchange), as_simulated, state, memory, batch)
+    return _as_simulated(partial(agent.message, exchange=exchange), as_simulated, state, memory, batch)
 
 
 @partial(jax.jit, static_argnames="agent", compiler_options=QUICK_COMPILATION)

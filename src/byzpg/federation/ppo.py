@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
+from byzpg.envs import Environment, HostTask
 from byzpg.federation.agents import Agent, AgentState, History, Sampled
 from byzpg.learning.advantages import PPO, Steps, generalized_advantages, normalized, objective, shortened
 from byzpg.learning.gradients import Health
@@ -88,6 +89,11 @@ class PPOAgent(Agent):
         return self.policy.dimension, self.critic.dimension
 
     @property
+    def _task(self) -> Environment:
+        assert not isinstance(self.env, HostTask)
+        return self.env
+
+    @property
     def _steps_alone(self) -> bool:
         """Whether agents take steps of their own between exchanges, and exchange how far these led."""
         return self.ppo.exchange_every > 1
@@ -99,7 +105,7 @@ class PPOAgent(Agent):
 
     def initial_memory(self, parameters: Array) -> Memory:
         return Memory(
-            Environments.initial(self.env, len(parameters), self.ppo.environments),
+            Environments.initial(self._task, len(parameters), self.ppo.environments),
             self.initial_history(parameters),
             jax.vmap(self._transform().init)(parameters) if self._steps_alone else None,
         )
@@ -119,7 +125,7 @@ class PPOAgent(Agent):
         """Play S steps in each of the agents' E environments."""
         return Played(
             *play_segment(
-                self.env,
+                self._task,
                 self.policy,
                 *request,
                 keys,
@@ -183,6 +189,7 @@ class PPOAgent(Agent):
             history, message = self.remember(history, self._gradient(alone.parameters, batch, number))
             return (self.stepped(alone, message), history), None
 
+        assert memory.optimizer is not None
         every = self.ppo.exchange_every
         first = AgentState(state.parameters, state.previous, state.direction, memory.optimizer)
         numbers = exchange * every + jnp.arange(every)

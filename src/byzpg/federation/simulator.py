@@ -704,7 +704,10 @@ def _iteration(
                 replace(this, state=replace(this.state, agents=agents))
                 for this, (agents, _) in zip(iterations, carry, strict=True)
             ]
-            found = [this.gradients(*each, of) for this, each, of in zip(at, sent, metrics, strict=True)]
+            found = [
+                this.gradients(message, memories, of)
+                for this, (message, memories), of in zip(at, sent, metrics, strict=True)
+            ]
             found = _aggregated(at, found, at, number, by)
             following = [
                 (this.advance(gradients, True), gradients.memories) for this, gradients in zip(at, found, strict=True)
@@ -719,7 +722,9 @@ def _iteration(
             replace(this.gradients(agents.parameters, memories, of), exchanged=report)
             for this, (agents, memories), of, report in zip(iterations, ended, metrics, reports, strict=True)
         ]
-    outcomes = [this.finish(*each) for this, *each in zip(iterations, found, advanced, strict=True)]
+    outcomes = [
+        this.finish(gradients, agents) for this, gradients, agents in zip(iterations, found, advanced, strict=True)
+    ]
     following, metrics = zip(*outcomes, strict=True)
     return following, metrics
 

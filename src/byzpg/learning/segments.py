@@ -101,6 +101,7 @@ def play_segment(
         outputs = jax.vmap(policy.outputs)(weights, observations)
         actions = jax.vmap(policy.draw)(weights, outputs, noise[..., : policy.noise_size])
         for attack, mask in on_actions:
+            assert uniform is not None
             actions = where_agents(mask, attack.act(actions, uniform), actions)
         log_probabilities = jax.vmap(policy.log_probability)(weights, outputs, actions)
         for_env = tuple(noise[..., i] for i in range(policy.noise_size, noise.shape[-1]))
