@@ -157,28 +157,28 @@ PRESETS_ALONE: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-# What the tuned preset says about algorithms with a critic, for every task and for some; by `benchmarks/ppo.py`.
-PPO_DEFAULTS: dict[str, Any] = {"steps": 500_000, "step_size": 1e-3, "momentum": 0.0, "adam_epsilon": 1e-5}
+# What the tuned preset says about algorithms with a critic, for every task and for some. CartPole's was chosen on seeds
+# 100–102; the others are where to start from.
+PPO_DEFAULTS: dict[str, Any] = {"steps": 500_000, "step_size": 1e-3, "momentum": 0.9, "adam_epsilon": 1e-5}
 PPO_BY_TASK: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
-        "steps": 40_960,
-        "step_size": 2e-3,
+        "steps": 30_720,
+        "step_size": 5e-3,
+        "momentum": 0.95,
         "discount": 0.99,
-        "hidden": (64, 64),
-        "activation": "tanh",
-        "ppo": PPO(environments=4, segment=64, epochs=4, minibatches=2, gae_lambda=0.95),
+        "ppo": PPO(environments=2, segment=128, epochs=4, minibatches=1, reward_scale=0.1),
     },
     "LunarLander-v3": {
         "steps": 409_600,
-        "step_size": 1e-3,
-        "ppo": PPO(environments=8, segment=64, gae_lambda=0.98, entropy=0.01, reward_scale=0.05),
+        "step_size": 2e-3,
+        "ppo": PPO(environments=4, segment=128, minibatches=1, gae_lambda=0.98, entropy=0.01, reward_scale=0.05),
     },
     "Pendulum-v1": {
         "steps": 102_400,
-        "step_size": 1e-3,
-        "discount": 0.9,
+        "step_size": 3e-3,
+        "discount": 0.95,
         "hidden": (64, 64),
-        "ppo": PPO(environments=8, segment=64, epochs=8, minibatches=4, reward_scale=0.1),
+        "ppo": PPO(environments=4, segment=64, epochs=8, minibatches=1, reward_scale=0.1),
     },
 }
 
