@@ -35,7 +35,7 @@ def run(env: str, trajectories: int, results: Path) -> None:
 
     def say(progress) -> None:
         print(
-            f"{progress.trajectories} trajectories per agent, return {progress.mean_return:.0f}, "
+            f"{progress.progress} trajectories per agent, return {progress.mean_return:.0f}, "
             f"{time.perf_counter() - started:.0f} s",
             file=sys.stderr,
             flush=True,

@@ -140,8 +140,16 @@ class Run:
 
     @property
     def returns(self) -> np.ndarray:
-        """Mean undiscounted training return of the honest agents [seed, iteration]."""
-        return self.metrics["return_mean"]
+        """Mean undiscounted training return of the honest agents [seed, iteration].
+
+        With a critic, iterations before the first episode has ended have the first return that is known.
+        """
+        returns, ended = self.metrics["return_mean"], self.metrics.get("episodes")
+        if not self.settings.has_critic or ended is None:
+            return returns
+        some = np.cumsum(np.nan_to_num(ended), axis=1) > 0
+        first = np.take_along_axis(returns, np.argmax(some, axis=1)[:, None], axis=1)
+        return np.where(some | ~np.any(some, axis=1, keepdims=True) | np.isnan(returns), returns, first)
 
     @property
     def diverged(self) -> list[int]:
@@ -157,6 +165,11 @@ class Run:
             agent: Index of the agent; a run with a server has one.
             output: "last", "uniform", or None for what the settings say.
         """
+        policy = self.settings.bound_policy()
+        return TrainedPolicy(policy, self.held(seed, agent, output)[: policy.dimension])  # what follows is the critic's
+
+    def held(self, seed: int = 0, agent: int = 0, output: str | None = None) -> np.ndarray:
+        """The parameters θ [d] of one agent, with those of its critic if it has one; arguments as for `policy`."""
         output = self.settings.output if output is None else output
         if output not in self.parameters:
             raise ValueError(f"output must be last or uniform, got {output!r}.")
@@ -169,8 +182,7 @@ class Run:
                 f"iteration T̂ = {self.output_iteration[seed]} of this seed has not come yet: finish the run, or use "
                 "output = 'last'."
             )
-        policy = self.settings.bound_policy()
-        return TrainedPolicy(policy, held[seed, agent, : policy.dimension])  # what follows is the critic's
+        return held[seed, agent]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,14 @@ import pytest
 
 from byzpg import Config, resume, train
 from byzpg.federation.agents import AgentState
-from byzpg.federation.members import Peer, seeded_key
+from byzpg.federation.members import Peer, Server, Worker, seeded_key
 from byzpg.federation.ppo import Batch, Memory, Played, PPOAgent
-from byzpg.federation.schedule import ITERATIONS, play_stream, stream_key
+from byzpg.federation.schedule import ITERATIONS, block_key, exchange_key, play_stream, round_stream, stream_key
 from byzpg.federation.simulator import LARGE, SimulationState
 from byzpg.learning.advantages import PPO, Steps
 from byzpg.learning.policies import Critic
+from byzpg.robust.attacks import Knowledge, LargeNoise
+from byzpg.robust.exchange import attack_key
 from byzpg.runs import Run, RunDirectory
 from byzpg.training import Progress, resume_all, simulation_of
 
@@ -81,6 +83,11 @@ def a_batch(agent: PPOAgent, num_agents: int) -> tuple[AgentState, Memory, Playe
     return state, memory, *digested(agent, state, memory, keys)
 
 
+def steps_of(batch: Batch, agent: int) -> Steps:
+    """The steps of one agent [step, ...]."""
+    return jax.tree.map(lambda leaf: leaf[agent].reshape(-1, *leaf.shape[3:]), batch.steps)
+
+
 # One agent
 
 
@@ -118,7 +125,7 @@ def test_the_minibatches_of_an_epoch_are_all_steps_once_and_another_epoch_divide
     state, memory, _, batch = a_batch(agent, 2)
     messages = np.stack([sent(agent, state, memory, batch, update)[1] for update in range(4)])  # [update, agent, d]
     for k in range(2):
-        whole = by_hand(agent, state.parameters[k], jax.tree.map(lambda leaf, k=k: leaf[k], batch.steps))
+        whole = by_hand(agent, state.parameters[k], steps_of(batch, k))
         for epoch in (0, 2):
             np.testing.assert_allclose(np.mean(messages[epoch : epoch + 2, k], axis=0), whole, rtol=1e-3, atol=1e-4)
         assert not np.allclose(messages[0, k], messages[2, k], rtol=1e-2)
@@ -128,9 +135,7 @@ def test_one_update_is_that_of_a_reference_by_hand() -> None:
     agent = agent_of(ppo="PPO(environments=2, segment=8, epochs=2, minibatches=1, entropy=0.01, largest_norm=0.1)")
     state, memory, _, batch = a_batch(agent, 2)
     _, message = sent(agent, state, memory, batch, 0)
-    expected = [
-        by_hand(agent, state.parameters[k], jax.tree.map(lambda leaf, k=k: leaf[k], batch.steps)) for k in range(2)
-    ]
+    expected = [by_hand(agent, state.parameters[k], steps_of(batch, k)) for k in range(2)]
     np.testing.assert_allclose(message, np.stack(expected), rtol=1e-4, atol=1e-5)
     for k, part in ((0, slice(None, agent.policy.dimension)), (1, slice(agent.policy.dimension, None))):
         np.testing.assert_allclose(np.linalg.norm(message[k, part]), 0.1, rtol=1e-4)
@@ -150,8 +155,8 @@ def test_advantages_and_targets_are_those_of_the_critic_that_played() -> None:
         targets = 0.5 * played.segment.rewards[k] + agent.discount * np.where(
             played.segment.terminated[k], 0, following
         )
-        np.testing.assert_allclose(batch.steps.targets[k], np.ravel(targets), rtol=1e-5, atol=1e-5)
-        errors = np.ravel(targets - critic.values(weights, played.segment.observations[k]))
+        np.testing.assert_allclose(batch.steps.targets[k], targets, rtol=1e-5, atol=1e-5)
+        errors = np.asarray(targets - critic.values(weights, played.segment.observations[k]))
         np.testing.assert_allclose(
             batch.steps.advantages[k], (errors - errors.mean()) / errors.std(), rtol=1e-3, atol=1e-3
         )
@@ -171,6 +176,44 @@ def test_agents_that_step_alone_send_how_far_that_led() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
     moved = every.advance(state, change, 2 * change, True)
     np.testing.assert_allclose(moved.parameters, state.parameters + 2 * change, rtol=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_histories_last_from_one_message_to_the_next(every: int) -> None:
+    """m_t/(1 − β^t) by hand, of the gradients that an agent without momentum would send or take a step along."""
+    options = f"PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every={every}, entropy=0.01)"
+    agent, plain = agent_of(momentum=0.7, ppo=options), agent_of(ppo=TINY["ppo"], momentum=0.7)
+    state, memory, _, batch = a_batch(agent, 2)
+    blank = plain.initial_memory(state.parameters)  # of an agent that has sent nothing, whose message is its gradient
+    alone, mean = replace(state, optimizer=memory.optimizer) if every > 1 else state, 0.0
+    for exchange in range(2):
+        memory, message = sent(agent, state, memory, batch, exchange)
+        for update in range(every):
+            number = exchange * every + update
+            at = alone if every > 1 else state
+            _, gradient = sent(plain, at, blank, batch, number)
+            mean = 0.7 * mean + 0.3 * np.asarray(gradient)
+            if every > 1:
+                corrected = jnp.asarray(mean / (1 - 0.7 ** (number + 1)))
+                alone = advanced(plain, alone, corrected, corrected)
+        if every == 1:
+            np.testing.assert_allclose(message, mean / (1 - 0.7 ** (exchange + 1)), rtol=1e-3, atol=1e-5)
+        else:
+            np.testing.assert_allclose(message, alone.parameters - state.parameters, rtol=1e-3, atol=1e-5)
+            alone = replace(alone, parameters=state.parameters)  # the message was not aggregated: back to θ_t
+
+
+def test_environments_go_on_in_the_next_iteration() -> None:
+    agent = agent_of()
+    state, memory, played, batch = a_batch(agent, 2)
+    memory, _ = sent(agent, state, memory, batch, 0)
+    following, _ = digested(agent, state, memory, jax.random.split(jax.random.key(4), 2))
+    goes_on = ~np.asarray(played.segment.ended[:, :, -1])
+    assert np.any(goes_on)
+    np.testing.assert_array_equal(
+        np.asarray(following.segment.observations[:, :, 0])[goes_on],
+        np.asarray(played.segment.following[:, :, -1])[goes_on],
+    )
 
 
 def test_the_first_policy_is_almost_uniform_and_agents_start_alike() -> None:
@@ -281,13 +324,15 @@ def iterated(members: list[Peer], iteration: int) -> None:
     assert vectors == [None] * 5
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.7])
-def test_peers_do_what_the_simulator_does(momentum: float) -> None:
-    members = peers(momentum=momentum)
+@pytest.mark.parametrize("rule", ["TrimmedMean", "Bucketing(MDA())"])
+def test_peers_do_what_the_simulator_does(rule: str) -> None:
+    """Also with a rule that looks at whole blocks, and draws random numbers for each block and exchange."""
+    options = {"momentum": 0.7, "aggregator": rule}
+    members = peers(**options)
     assert members[0].exchanges == 4
     for iteration in range(2):
         iterated(members, iteration)
-    expected = after_two(num_attackers=0, momentum=momentum).agents.parameters[0]
+    expected = after_two(num_attackers=0, **options).agents.parameters[0]
     np.testing.assert_allclose(np.stack([member.parameters for member in members]), expected, rtol=1e-3, atol=1e-4)
 
 
@@ -305,7 +350,60 @@ def test_a_peer_restarts_with_its_vectors_and_new_episodes() -> None:
     assert counts == 2 * 4
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_peer_that_fell_behind_continues_with_the_others_state(every: int) -> None:
+    options = f"PPO(environments=2, segment=8, epochs=2, minibatches=2, entropy=0.01, exchange_every={every})"
+    members, late = peers(momentum=0.7, ppo=options), peers(momentum=0.7, ppo=options)[0]
+    for iteration in range(2):
+        iterated(members, iteration)
+    states = [member.snapshot()[: member.state_dimension] for member in members]
+    late.adopt(2, [None, *states[1:]])
+    np.testing.assert_allclose(late.parameters, members[1].parameters, rtol=1e-4, atol=1e-5)
+    history = late._memory.history
+    # A history of gradients begins from the last aggregate, if that is a gradient, as if all updates had given it.
+    assert int(history.count[0]) == (8 if every == 1 else 0)
+    expected = (1 - 0.7**8) * late._state.direction if every == 1 else np.zeros_like(late._state.direction)
+    np.testing.assert_allclose(history.mean, expected, rtol=1e-4, atol=1e-6)
+    assert np.all(np.isfinite(late.begin(2)))
+
+
+def test_an_attacker_lies_block_by_block_as_in_the_simulator() -> None:
+    member = peers()[1]
+    truth = np.arange(member.dimension, dtype=np.float32)
+    messages = member.false_messages(LargeNoise(), 0, 2, truth)
+    key = exchange_key(
+        stream_key(jax.random.fold_in(jax.random.key(0), ITERATIONS), 0, round_stream(5, 0)), 2, num_exchanges=4
+    )
+    start = 0
+    for block, size in enumerate(member.agent.blocks):
+        vectors = jnp.full((5, size), jnp.nan).at[1].set(truth[start : start + size])
+        knowledge = Knowledge(vectors, jnp.asarray([1]), jnp.asarray(0), attack_key(block_key(key, block)))
+        expected = LargeNoise().messages("gradients", knowledge, jnp.arange(5))[:, 0]
+        np.testing.assert_allclose(
+            np.stack(messages)[:, start : start + size], np.broadcast_to(expected, (5, size)), rtol=1e-5
+        )
+        start += size
+
+
+def test_servers_beyond_the_simulator_refuse_a_critic() -> None:
+    settings = Config(**(SERVED | {"ppo": "PPO(epochs=1, minibatches=1)"})).resolved()
+    with pytest.raises(ValueError, match="have no critic yet beyond the simulator"):
+        Server(settings.federation(), settings.schedule(), seeded_key(0))
+    with pytest.raises(ValueError, match="have no critic yet beyond the simulator"):
+        Worker(settings.federation(), 0, seeded_key(0))
+
+
 # Runs
+
+
+def test_before_the_first_episode_has_ended_the_first_known_return_stands() -> None:
+    run = trained(**TINY)
+    ended = np.zeros_like(run.metrics["episodes"])
+    ended[:, 2:] = 1
+    late = replace(run, metrics={**run.metrics, "episodes": ended})
+    known = run.metrics["return_mean"]
+    np.testing.assert_array_equal(late.returns[:, :2], known[:, [2, 2]])
+    np.testing.assert_array_equal(late.returns[:, 2:], known[:, 2:])
 
 
 def test_runs_count_steps_and_know_their_trajectories() -> None:

@@ -106,10 +106,11 @@ class New:
         for option, here, there in (
             ("env", settings.env, run.settings.env),
             ("policy", settings.bound_policy(), run.settings.bound_policy()),
+            ("unit of its length", settings.unit, run.settings.unit),  # with steps, θ has a critic
         ):
             if here != there:
                 raise ValueError(f"--from {directory} needs the same {option}: here {here}, there {there}.")
-        digest, path = write_initial(self.manifest.parent, run.policy().parameters)
+        digest, path = write_initial(self.manifest.parent, run.held())
         say(f"Parameters to start from: {path} (every member needs this file beside the manifest)")
         return replace(manifest, initial=digest)
 

@@ -87,7 +87,7 @@ class Peer:
         self._memory = self._longer = self.agent.initial_memory(first[None])
         self._batch: Any = None  # what the messages of this iteration are computed from
         self._attack = attack
-        self.returns, self.steps = np.zeros(0), 0  # of the last batch of episodes
+        self.returns, self.steps, self.ended = np.zeros(0), 0, 0  # of the last batch: also episodes that ended
         self.outcome = Outcome(0.0, None)  # of the last round
         self.on_output: Callable[[np.ndarray], None] = lambda parameters: None  # told θ_T̂ when iteration T̂ begins
 
@@ -120,6 +120,7 @@ class Peer:
             self._state, self._memory, self.index, iteration, large, self._attack
         )
         self.returns, self.steps = np.asarray(sampled.returns[0]), int(sampled.steps[0])
+        self.ended = int(sampled.ended[0])
         return self._message(0)
 
     def _message(self, exchange: int) -> np.ndarray:
@@ -301,6 +302,7 @@ class Worker:
         attack: Attack | None = None,
         as_simulated: bool = False,
     ) -> None:
+        _check_served(federation.agent)
         self.federation, self.index = federation, index
         self._player, self._attack = _Player(federation.agent, _key(key_data), as_simulated), attack
         self.returns = np.zeros(0)  # of the last batch of episodes
@@ -383,8 +385,7 @@ class Server:
     ) -> None:
         if not federation.centralized:
             raise ValueError("this algorithm has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG.")
-        if federation.agent.num_exchanges > 1:
-            raise ValueError("a server beyond the simulator exchanges one message per iteration: use ByzPG.")
+        _check_served(federation.agent)
         self.agent, self.aggregator = federation.agent, federation.aggregator
         self.num_workers, self.num_byzantine = federation.num_agents, federation.num_byzantine
         self._player = _Player(federation.agent, _key(key_data), as_simulated)
@@ -431,6 +432,11 @@ class Server:
         _, own = self._player.message(self._state, None, batch, 0)
         self._state = _advance(self.agent, self._state, own, own, False)
         return np.asarray(sampled.returns[0])
+
+
+def _check_served(agent: Agent) -> None:
+    if len(agent.blocks) > 1 or agent.num_exchanges > 1:
+        raise ValueError("a server and its workers have no critic yet beyond the simulator: use ByzPG.")
 
 
 def secret_key() -> np.ndarray:

@@ -4,7 +4,7 @@
 longer, and would otherwise decide every distance.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -53,7 +53,7 @@ class Batch:
     """What the updates of one iteration are computed from."""
 
     environments: Environments
-    steps: Steps  # [agent, step, ...]
+    steps: Steps  # [agent, environment, time, ...]
     keys: Array  # [agent, ...], the data of the keys of minibatches
 
 
@@ -112,8 +112,9 @@ class PPOAgent(Agent):
 
     def recalled(self, direction: Array, count: Array) -> Memory:
         blank = self.initial_memory(direction)
-        updates = count * self.num_updates
-        return Memory(blank.environments, self.recalled_history(direction, updates), blank.optimizer)
+        if self._steps_alone:  # `direction` is a change of parameters then, and no gradient
+            return blank
+        return Memory(blank.environments, self.recalled_history(direction, count * self.num_updates), None)
 
     def request(self, state: AgentState, memory: Memory, keys: Array, large: bool) -> tuple[Array, Environments]:
         """The parameters of the policies [agent, d], and where the environments stand."""
@@ -156,21 +157,19 @@ class PPOAgent(Agent):
                 discount=agent.discount,
                 gae_lambda=agent.ppo.gae_lambda,
             )
-            steps = Steps(
+            return Steps(
                 segment.observations,
                 segment.actions,
                 segment.log_probabilities,
                 normalized(advantages),
                 advantages + values,
             )
-            return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), steps)
 
         environments = experience.environments
-        before = request[1]
         sampled = Sampled(
-            returns=environments.latest,
+            returns=environments.returns,
             steps=jnp.full(len(keys), self.ppo.num_steps),
-            ended=jnp.sum(environments.ended - before.ended, axis=1),
+            ended=jnp.sum(environments.ended - request[1].ended, axis=1),
             health=Health.perfect(len(keys)),
         )
         steps = jax.vmap(of_agent)(numbers, state.parameters, experience.segment)
@@ -191,7 +190,7 @@ class PPOAgent(Agent):
 
         assert memory.optimizer is not None
         every = self.ppo.exchange_every
-        first = AgentState(state.parameters, state.previous, state.direction, memory.optimizer)
+        first = replace(state, optimizer=memory.optimizer)
         numbers = exchange * every + jnp.arange(every)
         (alone, history), _ = lax.scan(update, (first, memory.history), numbers)
         return Memory(batch.environments, history, alone.optimizer), alone.parameters - state.parameters
@@ -199,7 +198,7 @@ class PPOAgent(Agent):
     def advance(self, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
         if not self._steps_alone:
             return super().advance(state, own, aggregated, large)
-        return AgentState(state.parameters + aggregated, state.parameters, aggregated, state.optimizer)
+        return replace(state, parameters=state.parameters + aggregated, previous=state.parameters, direction=aggregated)
 
     def _gradient(self, parameters: Array, batch: Batch, update: Array | int) -> Array:
         """The gradient [agent, d] of one update, by policy and critic cut to the largest norm."""
@@ -209,6 +208,7 @@ class PPOAgent(Agent):
 
         def of_agent(numbers: tuple[Array, ...], parameters: Array, steps: Steps, key: Array) -> Array:
             agent = with_numbers(code, numbers)
+            steps = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), steps)
             if self.ppo.minibatches > 1:
                 shuffled = jax.random.fold_in(jax.random.wrap_key_data(key), epoch)
                 order = jax.random.permutation(shuffled, self.ppo.num_steps)

@@ -34,6 +34,18 @@ class Environments:
     latest: Array  # return of the last episode that ended; until there is one, `gained`
     ended: Array  # number of episodes that ended
 
+    @property
+    def returns(self) -> Array:
+        """The return of the last episode that ended in each environment.
+
+        Where none has ended, it is the mean over the agent's other environments; where none has in any, the return so
+        far.
+        """
+        known = self.ended > 0
+        number = jnp.sum(known, axis=1, keepdims=True)
+        mean = jnp.sum(jnp.where(known, self.latest, 0), axis=1, keepdims=True) / jnp.maximum(number, 1)
+        return jnp.where(known | (number == 0), self.latest, mean)
+
     @classmethod
     def initial(cls, env: Environment, num_agents: int, num_environments: int) -> "Environments":
         """Environments that have not been started."""

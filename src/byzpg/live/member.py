@@ -70,6 +70,7 @@ class ObservedPeer(members.Peer):
             "return_mean": mean,
             "return_std": float(np.std(self.returns)),
             "environment_steps": self.steps,
+            "episodes": self.ended,
         }
 
 
