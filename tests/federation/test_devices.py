@@ -253,6 +253,36 @@ def test_more_devices_need_less_memory_each(tmp_path: Path) -> None:
         np.testing.assert_allclose(parameters, alone.parameters[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
+# With a critic; an iteration has more steps than θ has coordinates, so that the two could be taken for each other.
+WITH_CRITIC = Config(
+    algorithm="DecByzPPO",
+    num_agents=5,
+    num_byzantine=1,
+    attack="SignFlip",
+    hidden=(4,),
+    horizon=20,
+    num_seeds=1,
+    steps=256,
+    ppo="PPO(environments=8, segment=16, epochs=1, minibatches=2)",
+)
+
+
+def train_with_critic(folder: str) -> None:
+    training.train(WITH_CRITIC, Path(folder) / "agents")
+    devices.MOST_BYTES_ON_EACH = 0
+    training.train(WITH_CRITIC, Path(folder) / "coordinates")
+
+
+def test_agents_with_a_critic_learn_the_same_on_eight_devices(tmp_path: Path) -> None:
+    done = in_eight(tmp_path, "train_with_critic(sys.argv[1])")
+    alone = training.train(WITH_CRITIC)
+    assert WITH_CRITIC.resolved().federation().agent.dimension < 128
+    assert done.wait() == 0, (tmp_path / "said").read_text()
+    for divided in ("agents", "coordinates"):
+        found = training.load(tmp_path / divided)
+        np.testing.assert_allclose(found.parameters["last"], alone.parameters["last"], rtol=TOLERANCE, atol=TOLERANCE)
+
+
 # Ctrl-C while the first block of iterations runs.
 INTERRUPTED = """
 import os, signal
