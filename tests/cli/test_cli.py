@@ -272,7 +272,7 @@ def test_curves_are_named_after_what_tells_them_apart() -> None:
         curves({first: a_run(page), second: a_run(replace(page, switch_probability=1.0))})[1]
         == f"{estimator}, no momentum"
     )
-    without = f"{estimator}, momentum 0.9, p = 1, so without small batches and the PAGE correction"
+    without = f"{estimator}, momentum 0.8, p = 1, so without small batches and the PAGE correction"
     assert curves({first: a_run(plain)})[1] == without
     assert without in str(runs_table({first: a_run(plain)}, with_paths=False).caption)
 
@@ -446,7 +446,7 @@ def test_reproduce_plots_keeps_and_reports(tmp_path: Path, here: Here) -> None:
     line = ("reproduce", "fig1", "--task", "CartPole-v1", "--seeds", "2", "--trajectories", "20")
     assert forked(*line, folder=tmp_path).wait() == 0, said(tmp_path)
     out, _ = said(tmp_path)
-    assert "3 runs, preset tuned: 0 done, 3 to do." in out
+    assert "5 runs, preset tuned: 0 done, 5 to do." in out
     assert re.search(r"\(100% done after \d+ s\)", out)
     folder = tmp_path / "reproduction"
     name = "fig1-CartPole-v1-tuned-2-seeds-20-trajectories"
@@ -462,7 +462,7 @@ def test_reproduce_plots_keeps_and_reports(tmp_path: Path, here: Here) -> None:
 
     assert forked(*line, folder=tmp_path, JAX_LOG_COMPILES="1").wait() == 0, said(tmp_path)
     out, errors = said(tmp_path)
-    assert "3 runs, preset tuned: 3 done, 0 to do." in out
+    assert "5 runs, preset tuned: 5 done, 0 to do." in out
     assert "_run_block" not in errors
     assert "seconds" not in Results.load(folder / f"{name}.npz").provenance, "those of the training are not known here"
 

@@ -55,7 +55,9 @@ def test_adam_is_adam_upwards_with_a_state_of_its_own_for_each_agent(epsilon: fl
 
 
 @pytest.mark.parametrize(
-    ("options", "stays"), [({}, False), ({"adam_epsilon": 1e-2}, True), ({"optimizer": "sgd"}, True)], ids=str
+    ("options", "stays"),
+    [({"adam_epsilon": 1e-8}, False), ({"adam_epsilon": 1e-2}, True), ({"optimizer": "sgd"}, True)],
+    ids=str,
 )
 def test_rounding_moves_parameters_only_if_adam_rescales_it(options: dict[str, Any], stays: bool) -> None:
     """AvgZero makes the mean zero up to rounding, which is all that plain averaging then hands to the optimizer."""
@@ -191,7 +193,7 @@ def test_a_history_that_was_lost_continues_from_a_direction() -> None:
 
 
 def test_with_momentum_adam_has_no_first_moment() -> None:
-    learner = agent(optimizer="adam", momentum=SHARE)
+    learner = agent(optimizer="adam", adam_epsilon=1e-8, momentum=SHARE)
     first = jax.vmap(learner.policy.initial)(jax.random.split(KEY, 2))
     state, square, expected = learner.initial(first), 0.0, np.asarray(first, float)
     for step, direction in enumerate(draws(3, first.shape[1]), start=1):

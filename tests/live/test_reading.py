@@ -82,7 +82,7 @@ def test_commands_that_read_a_manifest_import_nothing(folder: Path, env: str) ->
     finally:
         monitor.kill()
         monitor.wait()
-    assert (data["task"], data["algorithm"], data["aggregator"], data["trajectories"]) == (
+    assert (data["task"], data["algorithm"], data["aggregator"], data["length"]) == (
         env,
         "DecByzPG",
         "RFA()",
