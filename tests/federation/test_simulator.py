@@ -40,6 +40,7 @@ TINY: dict[str, Any] = {
     "rounds": 2,
     "step_size": 0.02,
     "momentum": 0.0,
+    "adam_epsilon": 1e-8,
 }
 
 

@@ -547,7 +547,7 @@ class Players:
 def _players(table: _Table, state: SimulationState, draws: Draws, large: bool) -> Players:
     num_players = table.code.num_players(large)
     # A server that samples alone has no memory: it sends nothing.
-    memories = state.memories if num_players == table.code.num_agents else None
+    memories = state.memories if large or not table.code.centralized else None
     byzantine = ~draws.honest_players(num_players)
     return Players(_with_players(state.agents, num_players), memories, draws.play_keys[:, :num_players], byzantine)
 
