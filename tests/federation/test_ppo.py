@@ -327,7 +327,7 @@ def iterated(members: list[Peer], iteration: int) -> None:
 @pytest.mark.parametrize("rule", ["TrimmedMean", "Bucketing(MDA())"])
 def test_peers_do_what_the_simulator_does(rule: str) -> None:
     """Also with a rule that looks at whole blocks, and draws random numbers for each block and exchange."""
-    options = {"momentum": 0.7, "aggregator": rule}
+    options: dict[str, Any] = {"momentum": 0.7, "aggregator": rule}
     members = peers(**options)
     assert members[0].exchanges == 4
     for iteration in range(2):
@@ -386,7 +386,8 @@ def test_an_attacker_lies_block_by_block_as_in_the_simulator() -> None:
 
 
 def test_servers_beyond_the_simulator_refuse_a_critic() -> None:
-    settings = Config(**(SERVED | {"ppo": "PPO(epochs=1, minibatches=1)"})).resolved()
+    options: dict[str, Any] = SERVED | {"ppo": "PPO(epochs=1, minibatches=1)"}
+    settings = Config(**options).resolved()
     with pytest.raises(ValueError, match="have no critic yet beyond the simulator"):
         Server(settings.federation(), settings.schedule(), seeded_key(0))
     with pytest.raises(ValueError, match="have no critic yet beyond the simulator"):
