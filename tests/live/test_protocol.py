@@ -600,6 +600,19 @@ def test_what_is_forgotten_covers_whole_iterations_and_the_state_after_them() ->
     assert of(Adopt, [action for other in range(1, MEMBERS) for action in protocol.received(state(other, 2))])
 
 
+def test_what_a_member_knows_to_have_lost_is_no_news() -> None:
+    """Only some records of its messages were damaged, because it had not written more of them."""
+    protocol = member(0, True, {2: vector(OWN, 2)}, silent_through=2)
+    protocol.start()
+    lost, twin = vector(OWN, 1).receipt, vector(OWN, 2, value=9.0).receipt
+    assert not of(Forgotten, protocol.received(echo(2, lost)))
+    assert protocol.silent_through == 4, "the state after the iteration may be lost, too"
+    assert not of(Forgotten, protocol.received(echo(1, lost)))
+    protocol = member(0, True, {2: vector(OWN, 2)}, silent_through=2)
+    protocol.start()
+    assert of(Forgotten, protocol.received(echo(3, twin))), "somebody else has its key"
+
+
 def test_a_member_that_may_have_signed_another_state_sends_none_when_it_begins() -> None:
     sent = {step: vector(OWN, step) for step in (1, 2)}
     for silent_through, sends in ((4, False), (-1, True)):

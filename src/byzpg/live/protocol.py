@@ -634,8 +634,10 @@ class Protocol:
         through = self.course.last_step(self.course.iteration(receipt.step) + 1)
         if through <= self.silent_through:
             return []
+        # What is known to be lost is no news, unless it still has another message of that step.
+        is_news = known is not None or receipt.step > self.silent_through
         self.silent_through = through
-        return [Forgotten(receipt, reported_by)]
+        return [Forgotten(receipt, reported_by)] if is_news else []
 
     def _heard_echo(self, other: int) -> list[Action]:
         self._echoed.add(other)
