@@ -22,10 +22,10 @@ import jax
 import numpy as np
 
 from byzpg import Config, training
+from byzpg.experiments.paper import FIVE_ATTACKS
 from byzpg.play import evaluate
 from byzpg.runs import Run, RunDirectory
 
-ATTACKS = ("RandomAction", "LargeNoise", "AvgZero", "ALIE", "Normalized")
 # By task: the level, and the published return of PPO and the steps it took.
 LEVELS = {
     "CartPole-v1": (475, "500 after 100,000 steps"),
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=LEVELS)
     parser.add_argument("--algorithm", default="DecByzPPO")
-    parser.add_argument("--attacks", nargs="*", default=ATTACKS)
+    parser.add_argument("--attacks", nargs="*", default=FIVE_ATTACKS)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=2000)

@@ -30,13 +30,12 @@ import jax
 import numpy as np
 
 from byzpg import Config, Run, training
+from byzpg.experiments.paper import FIVE_ATTACKS, PAPER_ATTACKS
 from byzpg.experiments.statistics import smooth_on_grid
 from byzpg.runs import RunDirectory, provenance
 
 LEVELS = {"CartPole-v1": (450, 475), "LunarLander-v3": (200, 250)}
 CELL = {"CartPole-v1": 20, "LunarLander-v3": 50}
-PAPER_ATTACKS = ("RandomAction", "LargeNoise", "AvgZero")
-ALL_ATTACKS = (*PAPER_ATTACKS, "ALIE", "Normalized")
 
 Table = dict[str, dict[str, Config]]  # settings by row and column; the runs of a table share one program
 
@@ -61,7 +60,7 @@ def _poles(shared: Config, choices: Iterable[tuple[float, ...]]) -> Table:
     table = {}
     for momentum, step_size, epsilon in choices:
         each = replace(shared, momentum=momentum, step_size=step_size, adam_epsilon=epsilon)
-        cases = under(each, ALL_ATTACKS) | {"honest, K = 5": replace(each, num_agents=5, num_byzantine=0)}
+        cases = under(each, FIVE_ATTACKS) | {"honest, K = 5": replace(each, num_agents=5, num_byzantine=0)}
         table[f"N = {shared.large_batch}, β = {momentum:g}, η = {step_size:g}, ε = {epsilon:g}"] = cases
     return table
 
@@ -69,13 +68,13 @@ def _poles(shared: Config, choices: Iterable[tuple[float, ...]]) -> Table:
 def rules() -> Iterator[Table]:
     shared = Config(algorithm="ByzPG", num_seeds=10, seed=100, trajectories=600, momentum=0.9, large_batch=6)
     yield {
-        f"{rule}, η = {step_size:g}": under(replace(shared, aggregator=rule, step_size=step_size), ALL_ATTACKS)
+        f"{rule}, η = {step_size:g}": under(replace(shared, aggregator=rule, step_size=step_size), FIVE_ATTACKS)
         for rule, step_size in product(("NNM(RFA())", "NNM(Median())", "MultiKrum()"), (7e-3, 1e-2, 1.4e-2))
     }
     shared = replace(shared, momentum=0.8, adam_epsilon=0.03)
     yield {
         f"{rule}, β = 0.8, η = {step_size:g}, ε = 0.03": under(
-            replace(shared, aggregator=rule, step_size=step_size), ALL_ATTACKS
+            replace(shared, aggregator=rule, step_size=step_size), FIVE_ATTACKS
         )
         for rule, step_size in product(("NNM(TrimmedMean())", "CAF()", "NNM(CAF())"), (1e-2, 1.2e-2))
     }

@@ -22,6 +22,7 @@ from byzpg.runs import RunDirectory
 
 CARTPOLE, LUNARLANDER = "CartPole-v1", "LunarLander-v3"
 PAPER_ATTACKS = ("RandomAction", "LargeNoise", "AvgZero")
+FIVE_ATTACKS = (*PAPER_ATTACKS, "ALIE", "Normalized")
 
 Kind = Literal["curves", "reach", "tolerance", "heatmap", "agreement"]
 
@@ -305,7 +306,7 @@ def _momentum(build: _Builder) -> Experiment:
         "more with momentum than without.",
         "curves",
         (
-            *(panel("CartPole", CARTPOLE, attack) for attack in (*PAPER_ATTACKS, "ALIE", "Normalized")),
+            *(panel("CartPole", CARTPOLE, attack) for attack in FIVE_ATTACKS),
             *(panel("LunarLander", LUNARLANDER, attack) for attack in PAPER_ATTACKS),
         ),
     )

@@ -10,6 +10,7 @@ Every function takes a batch of agents: arrays lead with [agent]. A live peer's 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -44,7 +45,7 @@ class AgentState:
     """All that an agent carries from one iteration to the next."""
 
     parameters: Array  # θ_t [agent, d]
-    previous: Array  # θ_{t−1} [agent, d], see `Conventions.remembered` and `Agent.anchored`
+    previous: Array  # θ_{t−1} [agent, d], see `Conventions.remembered` and `PAGEAgent.anchored`
     direction: Array  # v̂_{t−1} [agent, d]
     optimizer: optax.OptState  # local to each agent, leaves [agent, ...]
 
@@ -149,6 +150,11 @@ class Agent(Component, ABC):
     def dimension(self) -> int:
         """The length d of θ."""
         return sum(self.blocks)
+
+    def parts(self, vectors: Any) -> list[Any]:
+        """The blocks of vectors [..., d]."""
+        ends = [*accumulate(self.blocks)]
+        return [vectors[..., end - size : end] for size, end in zip(self.blocks, ends, strict=True)]
 
     def _transform(self, step_size: Number = 0.0, adam_epsilon: Number = 0.0) -> optax.GradientTransformation:
         if self.optimizer == "sgd":

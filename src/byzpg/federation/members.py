@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -76,7 +75,11 @@ class Peer:
         self.rounds = federation.rounds if federation.agrees else 0
         self._player = _Player(federation.agent, _key(key_data), as_simulated)
         self.dimension = self.agent.dimension
-        first = self._first(schedule) if initial is None else jnp.asarray(initial, jnp.float32)
+        first = (
+            self.agent.initial_parameters(schedule.initial_key)
+            if initial is None
+            else jnp.asarray(initial, jnp.float32)
+        )
         if first.shape != (self.dimension,):
             raise ValueError(
                 f"the parameters to start from must have shape ({self.dimension},) for this policy, got {first.shape}."
@@ -90,9 +93,6 @@ class Peer:
         self.returns, self.steps, self.ended = np.zeros(0), 0, 0  # of the last batch: also episodes that ended
         self.outcome = Outcome(0.0, None)  # of the last round
         self.on_output: Callable[[np.ndarray], None] = lambda parameters: None  # told θ_T̂ when iteration T̂ begins
-
-    def _first(self, schedule: Schedule) -> Array:
-        return self.agent.initial_parameters(schedule.initial_key)
 
     @property
     def num_iterations(self) -> int:
@@ -146,7 +146,7 @@ class Peer:
             vector = self._advanced.parameters
         else:
             assert self.agreement is not None
-            key = self._player.rule_key(self._round_key(iteration, phase), self.index)
+            key = rule_key(self._round_key(iteration, phase), self.index)
             combined, weights, diameter, _ = _combine(
                 self.agreement, self.num_byzantine, received, present, self.index, key
             )
@@ -171,8 +171,8 @@ class Peer:
     ) -> tuple[Array, Array | None, Array]:
         """The aggregate of gradients, their weights and their diameter; of several blocks, as in the simulator."""
         key, found = self._round_key(iteration, phase), []
-        for block, part in enumerate(_blocks(self.agent, received)):
-            of_block = self._player.rule_key(block_key(key, block), self.index)
+        for block, part in enumerate(self.agent.parts(received)):
+            of_block = rule_key(block_key(key, block), self.index)
             found.append(_combine(self.aggregator, self.num_byzantine, part, present, self.index, of_block))
         if len(found) == 1:
             return found[0][:3]
@@ -261,7 +261,7 @@ class Peer:
         key, gradients = self._round_key(iteration, phase), phase < self.exchanges
         parts = [
             _false_messages(attack, gradients, part, self.index, iteration, attack_key(block_key(key, block)))
-            for block, part in enumerate(_blocks(self.agent, vectors) if gradients else [vectors])
+            for block, part in enumerate(self.agent.parts(vectors) if gradients else [vectors])
         ]
         return list(np.concatenate([np.asarray(part) for part in parts], axis=1))
 
@@ -416,7 +416,7 @@ class Server:
         it needs all K rows, because the mean of some of the rows is another rule.
         """
         round_key = self._player.stream(iteration, round_stream(self.num_workers, 0))
-        key = self._player.rule_key(round_key, self.num_workers)
+        key = rule_key(round_key, self.num_workers)
         combined, _, _, defined = _combine(self.aggregator, self.num_byzantine, received, present, None, key)
         if not (defined and jnp.all(jnp.isfinite(combined))):
             return False
@@ -464,9 +464,6 @@ class _Player:
     def stream(self, iteration: int, stream: int) -> Array:
         return _stream_key(self.key, iteration, stream)
 
-    def rule_key(self, round_key: Array, receiver: int) -> Array:
-        return rule_key(round_key, receiver)
-
     def sample(
         self,
         state: AgentState,
@@ -489,12 +486,6 @@ class _Player:
     def message(self, state: AgentState, memory: Any, batch: Any, exchange: int) -> tuple[Any, Array]:
         """The memory afterwards, and the message [1, d]."""
         return _message(self.agent, self.as_simulated, state, memory, batch, exchange)
-
-
-def _blocks(agent: Agent, vectors: Any) -> list[Any]:
-    """The blocks of vectors [K, d] whose gradients are aggregated each by itself."""
-    ends = [*accumulate(agent.blocks)]
-    return [vectors[:, end - size : end] for size, end in zip(agent.blocks, ends, strict=True)]
 
 
 # Compiled once, whatever the numbers are.

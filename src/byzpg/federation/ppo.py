@@ -215,7 +215,7 @@ class PPOAgent(Agent):
                 chosen = lax.dynamic_slice_in_dim(order, part * size, size)
                 steps = jax.tree.map(lambda leaf: leaf[chosen], steps)
             whole = partial(objective, agent.policy, agent.critic, steps=steps, options=agent.ppo)
-            gradients = jnp.split(jax.grad(whole)(parameters), [self.policy.dimension])
+            gradients = self.parts(jax.grad(whole)(parameters))
             return jnp.concatenate([shortened(each, agent.ppo.largest_norm) for each in gradients])
 
         return jax.vmap(of_agent)(numbers, parameters, batch.steps, batch.keys)

@@ -814,15 +814,14 @@ class _Iteration:
 
     def gradient_rounds(self, vectors: Array, exchange: Array | int) -> list[list[Round]]:
         """The rounds of messages of each block and kind, for vectors [row, agent, d]."""
-        agent, begin, rounds = self.table.code.agent, 0, []
+        agent = self.table.code.agent
         keys = jax.vmap(partial(exchange_key, exchange=exchange, num_exchanges=agent.num_exchanges))(
             self.draws.gradient_keys
         )
-        for block, size in enumerate(agent.blocks):
-            part = vectors if size == agent.dimension else vectors[:, :, begin : begin + size]
-            rounds.append(self.rounds("gradients", part, jax.vmap(partial(block_key, block=block))(keys)))
-            begin += size
-        return rounds
+        return [
+            self.rounds("gradients", part, jax.vmap(partial(block_key, block=block))(keys))
+            for block, part in enumerate(agent.parts(vectors))
+        ]
 
     def rounds(self, phase: Phase, vectors: Array, message_keys: Array) -> list[Round]:
         """The rounds of messages of each kind, for vectors [row, agent, d]."""

@@ -4,6 +4,7 @@ Functions are written for one agent; callers `vmap`.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ class PPO(Component):
         largest_norm: The norm to which the gradient of the policy and that of the critic are cut before they are sent.
     """
 
-    numbers = ("gae_lambda", "clip", "entropy", "value", "reward_scale", "largest_norm")
+    numbers: ClassVar[tuple[str, ...]] = ("gae_lambda", "clip", "entropy", "value", "reward_scale", "largest_norm")
 
     environments: int = 8
     segment: int = 64
@@ -63,8 +64,7 @@ class PPO(Component):
                 f"PPO: exchange_every must divide epochs × minibatches = {self.num_updates} updates, got "
                 f"{self.exchange_every}."
             )
-        numbers = ("gae_lambda", "clip", "entropy", "value", "reward_scale", "largest_norm")
-        check_finite(self, **{name: getattr(self, name) for name in numbers})
+        check_finite(self, **{name: getattr(self, name) for name in self.numbers})
         if not 0 <= self.gae_lambda <= 1:
             raise ValueError(f"PPO: gae_lambda must lie in [0, 1], got {self.gae_lambda}.")
         for name in ("clip", "reward_scale", "largest_norm"):
