@@ -197,14 +197,20 @@ ONLY_PAGE: dict[str, Any] = {
 }
 ONLY_PPO: dict[str, Any] = {"steps": None, "ppo": PPO()}
 
-# What to do about an option that an algorithm does not use; of ONLY_PAGE, all others are for those without a critic.
+# What to do about an option that an algorithm does not use, also for algorithms with a critic; of ONLY_PAGE, all
+# others are for those without one.
 FIXES = {
     "aggregator": "use ByzPG or DecByzPG",
     "agreement": "use DecByzPG",
     "rounds": "use DecByzPG",
-    "trajectories": "set steps",
     "steps": "set trajectories",
     "ppo": "use DecByzPPO or another algorithm with a critic",
+}
+FIXES_WITH_CRITIC = {
+    "aggregator": "use ByzPPO or DecByzPPO",
+    "agreement": "use DecByzPPO",
+    "rounds": "use DecByzPPO",
+    "trajectories": "set steps",
 }
 
 # Reported experiments start from this seed, on which no option was chosen.
@@ -245,7 +251,7 @@ class Config:
     script (the authors' code)."""
 
     num_agents: int | None = None
-    """Number of agents K, attackers included. Default: 13, or 1 for PAGE-PG."""
+    """Number of agents K, attackers included. Default: 13, or 1 for algorithms of one agent alone."""
     num_byzantine: int | None = None
     """Number of Byzantine agents f that the rules tolerate. Default: ⌊(K − 1)/4⌋, or fewer if the rules tolerate
     fewer."""
@@ -268,9 +274,10 @@ class Config:
     task."""
 
     aggregator: Aggregator | str | None = None
-    """How gradients are aggregated (ByzPG, DecByzPG): RFA, Krum, NNM(TrimmedMean()), Bucketing(RFA(), size=2), ..."""
+    """How gradients are aggregated (ByzPG, DecByzPG, ByzPPO, DecByzPPO): RFA, Krum, NNM(TrimmedMean()),
+    Bucketing(RFA(), size=2), ..."""
     agreement: Agreement | str | None = None
-    """How agents agree on parameters (DecByzPG): MDA, GDA, TrimmedMeanAgreement, NoAgreement."""
+    """How agents agree on parameters (DecByzPG, DecByzPPO): MDA, GDA, TrimmedMeanAgreement, NoAgreement."""
     rounds: int | Literal["theory"] | None = None
     """Number of agreement rounds κ per iteration; theory: as many as surely shrink the honest diameter by NK/p²."""
 
@@ -364,9 +371,7 @@ class Config:
         }
         if task is not None and values.setdefault("horizon", task.horizon) is None:
             raise ValueError(f"{env} does not limit the length of its episodes: set horizon, in steps.")
-        for option, family in FAMILY_OF.items():
-            if isinstance(values[option], str):
-                values[option] = parse(family, values[option])
+        values = {option: _component(option, value) for option, value in values.items()}
         if values["optimizer"] != "adam" and self.adam_epsilon is None:  # the preset's is for Adam
             values["adam_epsilon"] = ADAM_EPSILON
         values.setdefault("num_agents", 1 if ALGORITHMS[name].single else 13)
@@ -381,15 +386,17 @@ class Config:
     def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
         algorithm = ALGORITHMS[algorithm_name]
-        values: dict[str, Any] = dict(ONLY_PPO if algorithm.agent.unit == "trajectories" else ONLY_PAGE)
+        has_critic = algorithm.agent.unit == "steps"
+        values: dict[str, Any] = dict(ONLY_PAGE if has_critic else ONLY_PPO)
         if not algorithm.robust:
             values |= {"aggregator": Mean()}
         if not algorithm.agrees:
             values |= {"agreement": NoAgreement(), "rounds": 0}
         for option, neutral in values.items():
-            given = getattr(self, option)
-            if given is not None and str(given).removesuffix("()") != str(neutral).removesuffix("()"):
-                fix = FIXES.get(option, "use an algorithm without a critic, such as DecByzPG")
+            given, does_nothing = _component(option, getattr(self, option)), _component(option, neutral)
+            if given is not None and given != does_nothing:
+                fixes = FIXES_WITH_CRITIC if has_critic else FIXES
+                fix = fixes.get(option, "use an algorithm without a critic, such as DecByzPG")
                 raise ValueError(f"{option} = {given} has no effect with {algorithm_name}: leave it out, or {fix}.")
         return values
 
@@ -417,6 +424,11 @@ class Config:
                 raise ValueError(f"{source}: there is no option {option!r}.{nearest(option, known)}")
         plain: dict[str, Any] = {o: tuple(value) if isinstance(value, list) else value for o, value in values.items()}
         return cls(**plain)
+
+
+def _component(option: str, value: Any) -> Any:
+    """The value, with the text of a component read."""
+    return parse(FAMILY_OF[option], value) if option in FAMILY_OF and isinstance(value, str) else value
 
 
 def _algorithm_name(text: str) -> str:

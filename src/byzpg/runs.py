@@ -136,6 +136,8 @@ class Run:
             return self.progress
         federation = self.settings.federation()
         players = np.where(self.large, federation.num_players(True), federation.num_players(False))
+        if self.parameters["last"].shape[1] < federation.num_holders:  # of a live member, which knows its own steps
+            players = 1
         return np.cumsum(np.nan_to_num(self.metrics["environment_steps"]) / players, axis=1)
 
     @property

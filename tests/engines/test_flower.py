@@ -193,7 +193,7 @@ def test_a_random_rule_draws_the_same_at_the_server_and_in_the_simulator() -> No
             server.aggregator, rows, byzantine=[], attack=NoAttack(), num_byzantine=0, key=key, at_server=True
         )
         before = server.parameters
-        assert server.combine(iteration, rows, np.ones(4, bool))
+        assert server.combine(iteration, 0, rows, np.ones(4, bool))
         np.testing.assert_allclose(server.parameters - before, expected, atol=1e-5)
 
 
@@ -393,7 +393,8 @@ def test_random_numbers_are_secret_last_a_run_and_follow_the_seed_in_rehearsals_
     [
         ({"agregator": "RFA"}, "there is no option 'agregator'. Did you mean 'aggregator'?"),
         ({"aggregator": "RFX"}, "there is no aggregator 'RFX'"),
-        ({"algorithm": "DecByzPG"}, "algorithm DecByzPG has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG"),
+        ({"algorithm": "DecByzPG"}, "algorithm DecByzPG has no server: use one of Fed-PAGE-PG, ByzPG, FedPG-BR"),
+        ({"algorithm": "Dec-PPO"}, "algorithm Dec-PPO has no server: use one of Fed-PPO, ByzPPO"),
         ({"algorithm": "Fed-PAGE-PG"}, "tolerates no attacker: num-byzantine must be 0, got 1"),
         ({"num-byzantine": 2}, "2 of 4 agents breaks that: use num_byzantine ≤ 1"),
         ({"num-attackers": 1}, "num-attackers is for simulated runs"),
@@ -423,12 +424,7 @@ def test_a_bad_run_config_is_refused_before_any_work(tmp_path: Path, options: di
 def test_options_left_out_come_from_the_preset_and_sizes_from_text() -> None:
     app = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     settings = Options.of(app).settings
-    assert (
-        settings
-        == Config(
-            algorithm="ByzPG", num_agents=4, num_byzantine=1, num_attackers=0, num_seeds=1, trajectories=600
-        ).resolved()
-    )
+    assert settings == Config(algorithm="ByzPG", num_agents=4, num_byzantine=1, num_attackers=0, num_seeds=1).resolved()
     assert Options.of({**app, "hidden": "8, 4"}).settings.hidden == (8, 4)
     # The default of num-byzantine is a quarter of the agents, as in a simulation; no attacker is simulated.
     silent = Options.of({**app, "num-agents": 9, "num-byzantine": ""}).settings

@@ -97,11 +97,11 @@ def test_a_server_and_its_workers_go_the_same_way_with_either_rounding() -> None
         found = []
         for server, worker in pairs:
             if server.begin(iteration):
-                gradient = worker.gradient(iteration, server.parameters)
-                assert len(worker.returns) == settings.large_batch
-                assert server.combine(iteration, np.tile(gradient, (5, 1)), np.ones(5, bool))
+                gradient = worker.message(iteration, 0, server.parameters)
+                assert worker.sampled.returns.shape == (1, settings.large_batch)
+                assert server.combine(iteration, 0, np.tile(gradient, (5, 1)), np.ones(5, bool))
             else:
-                assert len(server.sample(iteration)) == settings.small_batch
+                assert server.sample(iteration).returns.shape == (1, settings.small_batch)
             found.append(server.parameters)
         np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-3)
     assert not np.all(pairs[0][0].plan.large[:4])
@@ -123,7 +123,7 @@ def test_a_peer_restarts_with_its_history_to_the_bit() -> None:
     whole, restarted = peer(as_simulated=False), peer(as_simulated=False)
     for iteration in range(2):
         iterated(whole, iteration)
-    assert whole.snapshot_dimension == len(whole.snapshot()) == whole.state_dimension + whole.dimension
+    assert whole.snapshot_dimension == len(whole.snapshot()) == whole.state_dimension + whole.dimension + 1
     whole.begin(2)  # crashes before the end of the iteration, whose estimate is then remembered once
     restarted.restore(2, whole.snapshot())
     np.testing.assert_array_equal(restarted.begin(2), whole.begin(2))
@@ -150,20 +150,22 @@ def test_a_worker_remembers_each_batch_once_also_in_another_process() -> None:
     parameters = np.asarray(federation.agent.initial_parameters(settings.schedule().initial_key))
     without: dict[str, Any] = SERVED | {"momentum": 0.0}
     worker, plain = Worker(federation, 2, KEY), Worker(Config(**without).resolved().federation(), 2, KEY)
-    estimates = [plain.gradient(iteration, parameters) for iteration in (0, 3, 4)]
+    estimates = [plain.message(iteration, 0, parameters) for iteration in (0, 3, 4)]
     assert plain.memory == {}
-    np.testing.assert_allclose(worker.gradient(0, parameters), estimates[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(worker.message(0, 0, parameters), estimates[0], rtol=1e-5, atol=1e-6)
     for _ in range(2):
-        sent = worker.gradient(3, parameters)
+        sent = worker.message(3, 0, parameters)
         np.testing.assert_allclose(sent, (estimates[0] + 2 * estimates[1]) / 3, rtol=1e-4, atol=1e-5)
     other = Worker(federation, 2, KEY)
     other.recall(worker.memory)
-    np.testing.assert_array_equal(other.gradient(4, parameters), worker.gradient(4, parameters))
-    assert np.any(Worker(federation, 2, KEY).gradient(4, parameters) != worker.gradient(4, parameters))
-    np.testing.assert_allclose(Worker(federation, 2, KEY).gradient(4, parameters), estimates[2], rtol=1e-5, atol=1e-6)
+    following = worker.message(4, 0, parameters)
+    np.testing.assert_array_equal(other.message(4, 0, parameters), following)
+    anew = Worker(federation, 2, KEY).message(4, 0, parameters)
+    assert np.any(anew != following)
+    np.testing.assert_allclose(anew, estimates[2], rtol=1e-5, atol=1e-6)
 
 
 def test_an_algorithm_without_a_server_is_refused() -> None:
     settings = Config(**SHORT).resolved()
-    with pytest.raises(ValueError, match="has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG"):
+    with pytest.raises(ValueError, match="has no server: use ByzPG, ByzPPO or another one"):
         Server(settings.federation(), settings.schedule(), KEY)

@@ -14,7 +14,7 @@ import pytest
 
 from byzpg import Config, resume, train
 from byzpg.federation.agents import AgentState
-from byzpg.federation.members import Peer, Server, Worker, seeded_key
+from byzpg.federation.members import Peer, Worker, seeded_key
 from byzpg.federation.ppo import Batch, Memory, Played, PPOAgent
 from byzpg.federation.schedule import ITERATIONS, block_key, exchange_key, play_stream, round_stream, stream_key
 from byzpg.federation.simulator import LARGE, SimulationState
@@ -336,18 +336,27 @@ def test_peers_do_what_the_simulator_does(rule: str) -> None:
     np.testing.assert_allclose(np.stack([member.parameters for member in members]), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_peer_restarts_with_its_vectors_and_new_episodes() -> None:
-    members = peers(momentum=0.7)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_peer_restarts_in_the_middle_of_its_episodes(every: int) -> None:
+    options = {
+        "momentum": 0.7,
+        "ppo": f"PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every={every})",
+    }
+    members = peers(**options)
     for iteration in range(2):
         iterated(members, iteration)
-    whole, restarted = members[0], peers(momentum=0.7)[0]
+    whole, restarted = members[0], peers(**options)[0]
     assert len(whole.snapshot()) == whole.snapshot_dimension
     restarted.restore(2, whole.snapshot())
-    np.testing.assert_array_equal(restarted.snapshot(), whole.snapshot())
-    np.testing.assert_array_equal(restarted.parameters, whole.parameters)
-    assert np.all(np.isfinite(restarted.begin(2)))
+    assert restarted.snapshot().tobytes() == whole.snapshot().tobytes()
+    jax.tree.map(
+        np.testing.assert_array_equal, (restarted._memory, restarted.parameters), (whole._memory, whole.parameters)
+    )
     (counts,) = {int(leaf[0]) for leaf in jax.tree.leaves(restarted._state) if leaf.dtype == jnp.int32}
     assert counts == 2 * 4
+    np.testing.assert_array_equal(restarted.begin(2), whole.begin(2))
+    restarted._memory = replace(whole._memory, environments=peers(**options)[0]._memory.environments)
+    assert np.any(restarted.begin(2) != whole.begin(2)), "new episodes lead to another message"
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -385,13 +394,44 @@ def test_an_attacker_lies_block_by_block_as_in_the_simulator() -> None:
         start += size
 
 
-def test_servers_beyond_the_simulator_refuse_a_critic() -> None:
-    options: dict[str, Any] = SERVED | {"ppo": "PPO(epochs=1, minibatches=1)"}
-    settings = Config(**options).resolved()
-    with pytest.raises(ValueError, match="have no critic yet beyond the simulator"):
-        Server(settings.federation(), settings.schedule(), seeded_key(0))
-    with pytest.raises(ValueError, match="have no critic yet beyond the simulator"):
-        Worker(settings.federation(), 0, seeded_key(0))
+def test_a_worker_that_was_away_plays_at_the_first_message_it_is_asked_for() -> None:
+    """In a new process for every message; what it plays in an iteration, it plays once."""
+    settings = Config(**SERVED).resolved()
+    federation = settings.federation()
+    parameters = np.asarray(federation.agent.initial_parameters(settings.schedule().initial_key))
+    sizes, sent, worker = [], [], Worker(federation, 1, seeded_key(0))
+    for moment in ((0, 2), (0, 3), (1, 0)):
+        earlier, worker = worker, Worker(federation, 1, seeded_key(0))
+        worker.recall(earlier.memory)
+        sent.append(worker.message(*moment, parameters))
+        (content,) = worker.memory.values()
+        sizes.append(content.size)
+        np.testing.assert_array_equal(worker.sampled.steps, 16)
+    assert sizes[0] == sizes[2] > sizes[1], "what was played is kept until the last message of the iteration"
+    whole = Worker(federation, 1, seeded_key(0))
+    for exchange in range(4):
+        expected = whole.message(0, exchange, parameters)
+        if exchange > 1:
+            np.testing.assert_array_equal(sent[exchange - 2], expected)
+    np.testing.assert_array_equal(sent[2], whole.message(1, 0, parameters))
+    lost = Worker(federation, 1, seeded_key(0)).message(1, 0, parameters)
+    assert np.any(lost != sent[2]), "a worker that lost its memory begins new episodes"
+
+
+def test_a_step_of_its_own_along_a_gradient_that_is_not_finite_is_not_taken() -> None:
+    """Else the agent's optimizer, and so all its later messages, would not be finite."""
+    agent = agent_of(ppo="PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)")
+    state, memory, _, batch = a_batch(agent, 3)
+    _, whole = sent(agent, state, memory, batch, 0)
+    first = np.asarray(jax.random.permutation(jax.random.fold_in(jax.random.wrap_key_data(batch.keys[1]), 0), 16))[0]
+    poisoned = batch.steps.advantages.reshape(3, 16).at[1, first].set(jnp.inf).reshape(batch.steps.advantages.shape)
+    memory, message = sent(agent, state, memory, replace(batch, steps=replace(batch.steps, advantages=poisoned)), 0)
+    np.testing.assert_array_equal(message[jnp.array([0, 2])], whole[jnp.array([0, 2])])
+    assert np.all(np.isfinite(message))
+    assert np.any(message[1] != whole[1])
+    assert np.any(message[1] != 0), "the other update is carried out"
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(memory.optimizer))
+    assert [int(leaf[1]) for leaf in jax.tree.leaves(memory.optimizer) if leaf.ndim == 1] == [1]
 
 
 # Runs
@@ -490,6 +530,9 @@ def test_every_form_learns_and_only_the_robust_one_under_attack() -> None:
         ({"ppo": "PPO(minibatches=7)"}, "PPO: minibatches must divide environments × segment = 512 steps, got 7."),
         ({"ppo": "PPO(lambda_=1)"}, "PPO has no option 'lambda_'"),
         ({"env": "gymnasium:CartPole-v1"}, "not yet with gymnasium:CartPole-v1"),
+        ({"switch_probability": 0.5}, "switch_probability = 0.5 has no effect with DecByzPPO"),
+        ({"algorithm": "ByzPPO"}, "rounds = 1 has no effect with ByzPPO: leave it out, or use DecByzPPO."),
+        ({"algorithm": "Dec-PPO", "rounds": None}, "leave it out, or use ByzPPO or DecByzPPO."),
     ],
 )
 def test_bad_options_are_one_clear_error(options: dict[str, Any], message: str) -> None:
@@ -503,3 +546,11 @@ def test_without_a_critic_its_options_are_refused() -> None:
     ):
         Config(ppo=PPO(epochs=2)).resolved()
     assert Config().resolved().ppo == PPO()
+
+
+def test_options_of_the_other_learner_may_be_given_at_values_that_do_nothing() -> None:
+    """However they are written."""
+    plain = Config(**TINY).resolved()
+    same: dict[str, Any] = TINY | {"switch_probability": 1, "gate": 1, "estimator": "GPOMDP()", "conventions": "paper"}
+    assert Config(**same).resolved() == plain
+    assert Config(ppo="PPO").resolved() == Config(ppo="PPO(epochs=4)").resolved() == Config().resolved()

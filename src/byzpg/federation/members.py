@@ -140,7 +140,15 @@ class Peer:
             The vector [d] to send in the next round, or None after the last.
         """
         if phase < self.exchanges:
-            combined, weights, diameter = self._aggregated(iteration, phase, received, present)
+            combined, weights, diameter, _ = _aggregate(
+                self.agent,
+                self.aggregator,
+                self.num_byzantine,
+                received,
+                present,
+                self.index,
+                self._round_key(iteration, phase),
+            )
             own, large = jnp.asarray(received[self.index])[None], bool(self.plan.large[iteration])
             self._advanced = _advance(self.agent, self._advanced, own, combined[None], large)
             vector = self._advanced.parameters
@@ -161,58 +169,42 @@ class Peer:
         return None
 
     def _round_key(self, iteration: int, phase: int) -> Array:
-        """The key of a round; all exchanges of gradients are parts of round 0."""
-        number = max(0, phase - self.exchanges + 1)
-        key = self._player.stream(iteration, round_stream(self.num_members, number))
-        return key if number else exchange_key(key, phase, self.exchanges)
-
-    def _aggregated(
-        self, iteration: int, phase: int, received: np.ndarray, present: np.ndarray
-    ) -> tuple[Array, Array | None, Array]:
-        """The aggregate of gradients, their weights and their diameter; of several blocks, as in the simulator."""
-        key, found = self._round_key(iteration, phase), []
-        for block, part in enumerate(self.agent.parts(received)):
-            of_block = rule_key(block_key(key, block), self.index)
-            found.append(_combine(self.aggregator, self.num_byzantine, part, present, self.index, of_block))
-        if len(found) == 1:
-            return found[0][:3]
-        parts, weights, diameters, _ = zip(*found, strict=True)
-        mean = None if weights[0] is None else jnp.mean(jnp.stack(weights), axis=0)
-        return jnp.concatenate(parts), mean, jnp.linalg.norm(jnp.stack(diameters))
+        if phase < self.exchanges:
+            return self._player.exchange_key(iteration, phase, self.num_members)
+        return self._player.stream(iteration, round_stream(self.num_members, phase - self.exchanges + 1))
 
     def _settled(self, agreed: Array) -> AgentState:
         return _settle(self.agent, self._state.parameters, self._advanced, agreed)
 
     # The state as one vector. A checkpoint keeps the whole snapshot; members send one that fell behind the state, with
-    # which a snapshot begins. Their histories are of no use to it.
+    # which a snapshot begins. What they keep to themselves is of no use to it.
 
     @property
     def state_dimension(self) -> int:
-        return self.dimension * len(self._vectors(self._state))
+        return self.dimension * len(self._vectors())
 
     @property
     def snapshot_dimension(self) -> int:
-        return self.dimension * len(self._vectors((self._state, self._memory)))
+        return self.state_dimension + -(-_num_bytes(self._memory) // 4)
 
-    def _vectors(self, tree: Any) -> list[Any]:
-        return [leaf for leaf in jax.tree.leaves(tree) if leaf.shape == (1, self.dimension)]
+    def _vectors(self) -> list[Array]:
+        return [leaf for leaf in jax.tree.leaves(self._state) if leaf.shape == (1, self.dimension)]
 
     def snapshot(self) -> np.ndarray:
-        """θ_t, θ_{t−1}, v̂_{t−1}, the optimizer's moments and, with momentum, m_{t−1}, one after the other.
+        """θ_t, θ_{t−1}, v̂_{t−1} and the optimizer's moments, one after the other, then the bytes of the memory.
 
-        Environments that go on from one iteration to the next are not in it: a member that restarts begins new
-        episodes.
+        The memory need not be finite as numbers: it holds the states of environments and counts, too.
         """
-        vectors = self._vectors((self._state, self._memory))
-        return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in vectors])
+        vectors = [np.asarray(leaf, np.float32).reshape(-1) for leaf in self._vectors()]
+        return np.concatenate([*vectors, _as_numbers(self._memory)])
 
     def restore(self, iteration: int, snapshot: np.ndarray) -> None:
-        begun = self.agent.initial_memory(self._state.parameters)
-        self._state, self._memory = self._restored((self._state, begun), iteration, snapshot)
-        self._advanced, self._longer = self._state, self._memory
+        state, memory = np.split(np.asarray(snapshot, np.float32), [self.state_dimension])
+        self._state = self._advanced = self._restored(iteration, state)
+        self._memory = self._longer = _from_bytes(_shapes_of_memory(self.agent), memory.tobytes())
 
-    def _restored(self, tree: Any, iteration: int, vectors: np.ndarray) -> Any:
-        """The tree with other vectors; a whole number of an agent counts updates, and everything else stays."""
+    def _restored(self, iteration: int, vectors: np.ndarray) -> AgentState:
+        """The state with other vectors; a whole number of an agent counts updates."""
         rows = iter(np.asarray(vectors, np.float32).reshape(-1, self.dimension))
 
         def of(leaf: Array) -> Array:
@@ -221,7 +213,7 @@ class Peer:
             is_count = leaf.ndim == 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
             return jnp.full_like(leaf, iteration * self.agent.num_updates) if is_count else leaf
 
-        return jax.tree.map(of, tree)
+        return jax.tree.map(of, self._state)
 
     def adopt(self, iteration: int, states: Sequence[np.ndarray | None]) -> None:
         """Take over the state of the other members [K], combined part by part with the agreement rule.
@@ -245,7 +237,7 @@ class Peer:
         ordered = np.sort(np.stack(found), axis=0)
         low, high = ordered[self.num_byzantine], ordered[-self.num_byzantine - 1]
         state = np.clip(np.concatenate(combined), low, high)
-        self._state = self._advanced = self._restored(self._state, iteration, state)
+        self._state = self._advanced = self._restored(iteration, state)
         self._memory = self.agent.recalled(self._state.direction, jnp.full(1, iteration, jnp.int32))
 
     def false_messages(self, attack: Attack, iteration: int, phase: int, truth: np.ndarray) -> list[np.ndarray]:
@@ -282,8 +274,19 @@ class Peer:
         self._memory, self._longer = memory, memory
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What a worker keeps of one agent between messages."""
+
+    before: Any  # its memory before its last message
+    memory: Any  # and with it
+    last: tuple[int, int] | None = None  # the iteration and the exchange of that message
+    # The last iteration, what its messages are computed from, and what the play was like.
+    played: tuple[int, Any, Sampled] | None = None
+
+
 class Worker:
-    """The agent at one position beneath a trusted server (Alg. 1): it keeps its random numbers and, with momentum, m_t.
+    """The agent at one position beneath a trusted server: it keeps its random numbers and its memory.
 
     Args:
         federation: The federation, the same at the server.
@@ -302,41 +305,55 @@ class Worker:
         attack: Attack | None = None,
         as_simulated: bool = False,
     ) -> None:
-        _check_served(federation.agent)
-        self.federation, self.index = federation, index
+        self.federation, self.index, self.exchanges = federation, index, federation.agent.num_exchanges
         self._player, self._attack = _Player(federation.agent, _key(key_data), as_simulated), attack
-        self.returns = np.zeros(0)  # of the last batch of episodes
-        # By agent, as an attacker in a rehearsal computes the messages of others: the iteration of its last batch, and
-        # its memory before that batch and with it.
-        self._memories: dict[int, tuple[int | None, Any, Any]] = {}
+        # By agent, as an attacker in a rehearsal computes the messages of others.
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def sampled(self) -> Sampled:
+        """What the play of the last message's iteration was like."""
+        played = self._kept[self.index].played
+        assert played is not None
+        return played[2]
 
     @property
     def memory(self) -> dict[str, np.ndarray]:
-        """What to `recall` in another process; nothing without momentum."""
-        return {
-            f"{leaf}-{index}": np.asarray(value)
-            for index, (_, _, memory) in self._memories.items()
-            for leaf, value in enumerate(jax.tree.leaves(memory))
+        """What to `recall` in another process, as the bytes of each agent; nothing if agents have no memory.
+
+        Between two messages of one iteration, it holds what that iteration played.
+        """
+        trees = {
+            index: kept.memory
+            if kept.last is None or kept.last[1] + 1 == self.exchanges
+            else (kept.memory, kept.played)
+            for index, kept in self._kept.items()
         }
+        found = {str(index): np.frombuffer(_as_bytes(tree), np.uint8) for index, tree in trees.items()}
+        return {name: content for name, content in found.items() if content.size}
 
     def recall(self, memory: Mapping[str, np.ndarray]) -> None:
         """Continue from the memory of another process. A worker that cannot begins anew, as in iteration 0."""
-        agent = self.federation.agent
-        structure = jax.tree.structure(jax.eval_shape(agent.initial_memory, jnp.zeros((1, agent.dimension))))
-        self._memories = {}
-        for index in {int(name.partition("-")[2]) for name in memory}:
-            leaves = [jnp.asarray(memory[f"{leaf}-{index}"]) for leaf in range(structure.num_leaves)]
-            kept = jax.tree.unflatten(structure, leaves)
-            self._memories[index] = None, kept, kept
+        alone = _shapes_of_memory(self.federation.agent)
+        self._kept = {}
+        for name, content in memory.items():
+            if content.size == _num_bytes(alone):
+                kept, played = _from_bytes(alone, content.tobytes()), None
+            else:
+                kept, played = _from_bytes((alone, self._player.shapes(alone)), content.tobytes())
+                played = int(played[0]), *played[1:]
+            self._kept[int(name)] = _Kept(kept, kept, None, played)
 
-    def gradient(self, iteration: int, parameters: np.ndarray) -> np.ndarray:
-        """The message [d] at the server's θ [d], from a large batch of episodes of its own: ṽ or, with momentum, m."""
-        message, sampled = self._sample(self.index, iteration, parameters)
-        self.returns = np.asarray(sampled.returns)[0]
-        return np.asarray(message)[0]
+    def message(self, iteration: int, exchange: int, parameters: np.ndarray) -> np.ndarray:
+        """The message [d] of one exchange at the server's θ [d], from what this agent played in the iteration.
 
-    def false_gradient(
-        self, attack: Attack, iteration: int, parameters: np.ndarray, attackers: Sequence[int]
+        It plays at the first message of an iteration that it is asked for, which is the first of all unless it was
+        away.
+        """
+        return np.asarray(self._message(self.index, iteration, exchange, parameters))[0]
+
+    def false_message(
+        self, attack: Attack, iteration: int, exchange: int, parameters: np.ndarray, attackers: Sequence[int]
     ) -> np.ndarray:
         """What an omniscient attacker in this place, one of `attackers`, sends to the server [d].
 
@@ -344,34 +361,39 @@ class Worker:
         """
         federation, attackers = self.federation, sorted(attackers)
         agents = range(federation.num_agents)
-        vectors = jnp.concatenate([self._sample(index, iteration, parameters)[0] for index in agents])
-        key = attack_key(self._player.stream(iteration, round_stream(len(agents), 0)))
-        knowledge = Knowledge(
-            vectors,
-            jnp.asarray(attackers),
-            jnp.asarray(iteration),
-            key,
-            rule=federation.aggregator,
-            num_byzantine=federation.num_byzantine,
-        )
-        return np.asarray(_false_gradients(attack, knowledge)[attackers.index(self.index)])
+        vectors = jnp.concatenate([self._message(index, iteration, exchange, parameters) for index in agents])
+        key = self._player.exchange_key(iteration, exchange, len(agents))
+        lies = []
+        for block, part in enumerate(federation.agent.parts(vectors)):
+            knowledge = Knowledge(
+                part,
+                jnp.asarray(attackers),
+                jnp.asarray(iteration),
+                attack_key(block_key(key, block)),
+                rule=federation.aggregator,
+                num_byzantine=federation.num_byzantine,
+            )
+            lies.append(_false_gradients(attack, knowledge)[attackers.index(self.index)])
+        return np.concatenate(lies)
 
-    def _sample(self, index: int, iteration: int, parameters: np.ndarray) -> tuple[Array, Sampled]:
+    def _message(self, index: int, iteration: int, exchange: int, parameters: np.ndarray) -> Array:
         held = jnp.asarray(np.asarray(parameters, np.float32)[None])
         state = AgentState(held, held, held, ())  # of all this, a large batch looks at θ alone
-        attack = self._attack if index == self.index else None
         initial = self.federation.agent.initial_memory(held)
-        last, before, longer = self._memories.get(index, (None, initial, initial))
-        if iteration != last:  # a batch that is sampled again is remembered once
-            before = longer
-        batch, sampled = self._player.sample(state, before, index, iteration, large=True, attack=attack)
-        longer, message = self._player.message(state, before, batch, 0)
-        self._memories[index] = iteration, before, longer
-        return message, sampled
+        kept = self._kept.get(index, _Kept(initial, initial))
+        # A message that is computed again is remembered once.
+        memory = kept.before if kept.last == (iteration, exchange) else kept.memory
+        played = kept.played
+        if played is None or played[0] != iteration:
+            attack = self._attack if index == self.index else None
+            played = iteration, *self._player.sample(state, memory, index, iteration, large=True, attack=attack)
+        longer, message = self._player.message(state, memory, played[1], exchange)
+        self._kept[index] = _Kept(memory, longer, (iteration, exchange), played)
+        return message
 
 
 class Server:
-    """The trusted server of Alg. 1: it holds θ, aggregates its workers' gradients, and samples small batches alone.
+    """The trusted server of Alg. 1: it holds θ, aggregates its workers' messages, and samples small batches alone.
 
     Args:
         federation: The federation, the same at the workers.
@@ -384,9 +406,9 @@ class Server:
         self, federation: Federation, schedule: Schedule, key_data: np.ndarray, *, as_simulated: bool = False
     ) -> None:
         if not federation.centralized:
-            raise ValueError("this algorithm has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG.")
-        _check_served(federation.agent)
+            raise ValueError("this algorithm has no server: use ByzPG, ByzPPO or another one with a server.")
         self.agent, self.aggregator = federation.agent, federation.aggregator
+        self.exchanges = self.agent.num_exchanges
         self.num_workers, self.num_byzantine = federation.num_agents, federation.num_byzantine
         self._player = _Player(federation.agent, _key(key_data), as_simulated)
         first = self.agent.initial_parameters(schedule.initial_key)
@@ -409,34 +431,30 @@ class Server:
             self.output = self.parameters
         return bool(self.plan.large[iteration])
 
-    def combine(self, iteration: int, received: np.ndarray, present: np.ndarray) -> bool:
-        """Step along the aggregate of the workers' gradients [K, d]; return whether there was a step.
+    def combine(self, iteration: int, exchange: int, received: np.ndarray, present: np.ndarray) -> bool:
+        """Step along the aggregate of the workers' messages [K, d] of an exchange; return whether there was a step.
 
         If fewer than K − f rows are usable, the parameters stay unchanged. The plain mean is no exception: with f = 0
         it needs all K rows, because the mean of some of the rows is another rule.
         """
-        round_key = self._player.stream(iteration, round_stream(self.num_workers, 0))
-        key = rule_key(round_key, self.num_workers)
-        combined, _, _, defined = _combine(self.aggregator, self.num_byzantine, received, present, None, key)
+        key = self._player.exchange_key(iteration, exchange, self.num_workers)
+        combined, _, _, defined = _aggregate(
+            self.agent, self.aggregator, self.num_byzantine, received, present, None, key
+        )
         if not (defined and jnp.all(jnp.isfinite(combined))):
             return False
         self._state = _advance(self.agent, self._state, combined[None], combined[None], True)
         return True
 
-    def sample(self, iteration: int) -> np.ndarray:
-        """Step along the corrected gradient of a small batch of its own; return the returns of its episodes [B].
+    def sample(self, iteration: int) -> Sampled:
+        """Step along the corrected gradient of a small batch of its own; return what its episodes were like.
 
         A server has no stream for play of its own: it uses agent 0's, as in the simulator.
         """
         batch, sampled = self._player.sample(self._state, None, 0, iteration, large=False)
         _, own = self._player.message(self._state, None, batch, 0)
         self._state = _advance(self.agent, self._state, own, own, False)
-        return np.asarray(sampled.returns[0])
-
-
-def _check_served(agent: Agent) -> None:
-    if len(agent.blocks) > 1 or agent.num_exchanges > 1:
-        raise ValueError("a server and its workers have no critic yet beyond the simulator: use ByzPG.")
+        return sampled
 
 
 def secret_key() -> np.ndarray:
@@ -464,6 +482,10 @@ class _Player:
     def stream(self, iteration: int, stream: int) -> Array:
         return _stream_key(self.key, iteration, stream)
 
+    def exchange_key(self, iteration: int, exchange: int, num_agents: int) -> Array:
+        """The key of an exchange of gradients; all of them are parts of round 0."""
+        return exchange_key(self.stream(iteration, round_stream(num_agents, 0)), exchange, self.agent.num_exchanges)
+
     def sample(
         self,
         state: AgentState,
@@ -486,6 +508,18 @@ class _Player:
     def message(self, state: AgentState, memory: Any, batch: Any, exchange: int) -> tuple[Any, Array]:
         """The memory afterwards, and the message [1, d]."""
         return _message(self.agent, self.as_simulated, state, memory, batch, exchange)
+
+    def shapes(self, memory: Any) -> tuple[Any, Any, Any]:
+        """The shapes of an iteration's number and of what `sample` returns of a large batch in it."""
+        held, keys = jnp.zeros((1, self.agent.dimension)), self.key[None]
+        state = AgentState(held, held, held, ())
+
+        def sample(memory: Any) -> Any:
+            request = self.agent.request(state, memory, keys, large=True)
+            experience = self.agent.play(request, keys, large=True)
+            return 0, *self.agent.digest(state, request, experience, keys, large=True)
+
+        return jax.eval_shape(sample, memory)
 
 
 # Compiled once, whatever the numbers are.
@@ -554,6 +588,26 @@ def _combine(
     return applied.result, applied.weights, jnp.sqrt(jnp.max(distances)), applied.defined
 
 
+def _aggregate(
+    agent: Agent,
+    rule: Rule,
+    num_byzantine: int,
+    received: np.ndarray,
+    present: np.ndarray,
+    own: int | None,
+    key: Array,
+) -> tuple[Array, Array | None, Array, Array]:
+    """As `_combine`, for gradients, whose blocks are aggregated each by itself, as in the simulator; None: a server."""
+    receiver, found = len(received) if own is None else own, []
+    for block, part in enumerate(agent.parts(received)):
+        found.append(_combine(rule, num_byzantine, part, present, own, rule_key(block_key(key, block), receiver)))
+    if len(found) == 1:
+        return found[0]
+    parts, weights, diameters, defined = zip(*found, strict=True)
+    mean = None if weights[0] is None else jnp.mean(jnp.stack(weights), axis=0)
+    return jnp.concatenate(parts), mean, jnp.linalg.norm(jnp.stack(diameters)), jnp.all(jnp.stack(defined))
+
+
 @partial(jax.jit, static_argnames=("attack", "gradients"))
 def _false_messages(
     attack: Attack, gradients: bool, vectors: Array, own: Array | int, iteration: Array | int, key: Array
@@ -568,3 +622,34 @@ def _false_messages(
 def _false_gradients(attack: Attack, knowledge: Knowledge) -> Array:
     """What each attacker sends to the server [b, d]."""
     return attack.messages("gradients", knowledge, jnp.asarray([knowledge.num_agents]))[0]
+
+
+# What an agent keeps to itself, as bytes
+
+
+def _shapes_of_memory(agent: Agent) -> Any:
+    return jax.eval_shape(agent.initial_memory, jax.ShapeDtypeStruct((1, agent.dimension), jnp.float32))
+
+
+def _num_bytes(shapes: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _as_bytes(tree: Any) -> bytes:
+    return b"".join(np.asarray(jnp.asarray(leaf)).tobytes() for leaf in jax.tree.leaves(tree))
+
+
+def _as_numbers(tree: Any) -> np.ndarray:
+    """The bytes of a tree, filled up and taken for float32."""
+    content = _as_bytes(tree)
+    return np.frombuffer(content + bytes(-len(content) % 4), np.float32)
+
+
+def _from_bytes(shapes: Any, content: bytes) -> Any:
+    """The inverse of `_as_bytes`; more bytes than needed are ignored."""
+    leaves, structure = jax.tree.flatten(shapes)
+    found, start = [], 0
+    for leaf in leaves:
+        found.append(jnp.asarray(np.frombuffer(content, leaf.dtype, leaf.size, start).reshape(leaf.shape)))
+        start += leaf.size * leaf.dtype.itemsize
+    return jax.tree.unflatten(structure, found)

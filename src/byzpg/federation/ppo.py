@@ -18,7 +18,7 @@ from byzpg.federation.agents import Agent, AgentState, History, Sampled
 from byzpg.learning.advantages import PPO, Steps, generalized_advantages, normalized, objective, shortened
 from byzpg.learning.gradients import Health
 from byzpg.learning.policies import Critic
-from byzpg.learning.rollouts import PlayAttacks
+from byzpg.learning.rollouts import PlayAttacks, where_agents
 from byzpg.learning.segments import Environments, Segment, play_segment
 from byzpg.robust.components import with_numbers, without_numbers
 
@@ -186,7 +186,10 @@ class PPOAgent(Agent):
         def update(carry: tuple[AgentState, History | None], number: Array) -> tuple[Any, None]:
             alone, history = carry
             history, message = self.remember(history, self._gradient(alone.parameters, batch, number))
-            return (self.stepped(alone, message), history), None
+            # No rule stands between this gradient and the agent's own optimizer, which would never forget it.
+            finite = jnp.all(jnp.isfinite(message), axis=1)
+            alone = jax.tree.map(partial(where_agents, finite), self.stepped(alone, message), alone)
+            return (alone, history), None
 
         assert memory.optimizer is not None
         every = self.ppo.exchange_every

@@ -578,7 +578,7 @@ class LivePeer:
 
     def _saved(self, iteration: int) -> Checkpoint:
         checkpoint = Checkpoint(iteration, self.computation.snapshot())
-        if not is_sound_on_host(checkpoint.snapshot):
+        if not is_sound_on_host(checkpoint.snapshot[: self.computation.state_dimension]):
             raise ValueError(f"training has diverged in iteration {iteration - 1}: try a smaller step_size.")
         self._checkpoints.put(self._num_checkpoints, *checkpoint.parts())
         self._num_checkpoints += 1

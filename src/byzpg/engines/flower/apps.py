@@ -14,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
 from byzpg.engines.flower.options import Options, ReplyFault
+from byzpg.engines.flower.replies import claims
 from byzpg.engines.flower.strategy import ByzPG
 from byzpg.federation.devices import keep_programs
 from byzpg.federation.members import Worker, secret_key, seeded_key
@@ -37,8 +38,7 @@ def main(grid: Grid, context: Context) -> None:
         log(WARNING, "This is a rehearsal: random numbers follow from seed %d and are not secret", settings.seed)
     strategy = ByzPG(settings, None if rehearsal is None else seeded_key(settings.seed))
     strategy.wait_for_clients(grid, options.reply_seconds)
-    rounds = strategy.server.num_iterations
-    strategy.start(grid, strategy.arrays, rounds, timeout=options.reply_seconds)
+    strategy.start(grid, strategy.arrays, strategy.num_rounds, timeout=options.reply_seconds)
     kept = RunDirectory.create(directory / name, settings)  # not earlier: a run on Flower cannot be resumed
     kept.write_results(strategy.results())
     for line in strategy.report():
@@ -48,7 +48,7 @@ def main(grid: Grid, context: Context) -> None:
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """Reply with the gradient at the server's θ, from the client's own episodes."""
+    """Reply with the gradient at the server's θ, from what the client played itself."""
     options = _read_options(tuple(sorted(context.run_config.items())))
     _keep_programs()
     asked = message.content.config_records["config"]
@@ -67,12 +67,13 @@ def train(message: Message, context: Context) -> Message:
     memory = f"byzpg-memory-{context.run_id}"
     kept = context.state.array_records.get(memory, {})  # nothing at the first message
     worker.recall({name: array.numpy() for name, array in kept.items()})
-    gradient = worker.gradient(server_round - 1, parameters)
+    moment = divmod(server_round - 1, worker.exchanges)
+    gradient = worker.message(*moment, parameters)
     if isinstance(attack, Attack) and rehearsal is not None:
-        gradient = worker.false_gradient(attack, server_round - 1, parameters, rehearsal.attackers)
-    if worker.memory:
-        context.state[memory] = ArrayRecord({name: Array(value) for name, value in worker.memory.items()})
-    metrics = {"round": server_round, "position": position, "return": float(np.mean(worker.returns))}
+        gradient = worker.false_message(attack, *moment, parameters, rehearsal.attackers)
+    if longer := worker.memory:
+        context.state[memory] = ArrayRecord({name: Array(value) for name, value in longer.items()})
+    metrics = {"round": server_round, "position": position, **claims(worker.sampled)}
     return _FAULTY_REPLIES.get(attack, _reply)(message, gradient, metrics)
 
 

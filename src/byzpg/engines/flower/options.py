@@ -13,7 +13,7 @@ from byzpg.robust.attacks import Attack
 from byzpg.robust.components import nearest, plain_name
 
 # Options of a Config that only simulated runs have: here attackers are real, or rehearsed.
-SIMULATED = ("num_attackers", "attack", "byzantine_set", "num_seeds", "coins", "agreement", "rounds", "steps", "ppo")
+SIMULATED = ("num_attackers", "attack", "byzantine_set", "num_seeds", "coins", "agreement", "rounds")
 # Options under their names in byzpg 0.1.
 OLD_NAMES = {"num_declared": "num_byzantine", "rehearsal_liars": "rehearsal_attackers"}
 
@@ -130,9 +130,8 @@ def _settings(given: dict[str, Any]) -> Settings:
         if plain_name(str(values["algorithm"])) != plain_name(name):
             continue
         if not algorithm.centralized:
-            raise ValueError(f"run config: algorithm {name} has no server: use ByzPG, FedPG-BR or Fed-PAGE-PG.")
-        if algorithm.agent.unit == "steps":
-            raise ValueError(f"run config: {name} does not run on Flower yet: use ByzPG, or simulate it.")
+            served = [other for other, each in ALGORITHMS.items() if each.centralized and each.agent is algorithm.agent]
+            raise ValueError(f"run config: algorithm {name} has no server: use one of {', '.join(served)}.")
         if not algorithm.robust:
             values.setdefault("num_byzantine", 0)
     # Clients may attack, but no attack is simulated.

@@ -13,11 +13,21 @@ from flwr.serverapp import Grid
 from httpx import TransportError
 from numpy.lib import format as numpy_format
 
+from byzpg.federation.agents import Sampled
 from byzpg.robust.geometry import is_sound_on_host
 
 # Seconds between two polls for replies, and for clients that have yet to connect.
 PAUSE = 0.2
 LONGEST_TEXT = 200  # of a client's words, in a line of the log
+
+# What clients claim about their play: the mean return, the episodes that ended, and the steps they took.
+CLAIMS = ("return", "episodes", "steps")
+
+
+def claims(sampled: Sampled) -> dict[str, float]:
+    """What an agent's play was like, under the names of CLAIMS."""
+    values = sampled.returns, sampled.ended, sampled.steps
+    return {name: float(np.mean(value)) for name, value in zip(CLAIMS, values, strict=True)}
 
 
 class RefusedError(Exception):
@@ -28,8 +38,8 @@ class RefusedError(Exception):
         self.reason, self.words = reason, words
 
 
-def read_reply(reply: Message, server_round: int, position: int, dimension: int) -> tuple[np.ndarray, float]:
-    """Check a reply and return the gradient [d] and the mean return in it. Their values may still be false.
+def read_reply(reply: Message, server_round: int, position: int, dimension: int) -> tuple[np.ndarray, dict[str, float]]:
+    """Check a reply and return the gradient [d] and the claims in it. Their values may still be false.
 
     Raises:
         RefusedError: If the reply is an error, or not a reply to what the server asked.
@@ -38,13 +48,16 @@ def read_reply(reply: Message, server_round: int, position: int, dimension: int)
         raise RefusedError("error", f"error {reply.error.code}: {_one_line(reply.error.reason)}")
     try:
         metrics, arrays = reply.content.metric_records["metrics"], reply.content.array_records["arrays"]
-        array, mean_return = arrays["gradient"], metrics["return"]
-        claims = {"round": (metrics["round"], server_round), "position": (metrics["position"], position)}
-        for what, (claimed, asked) in claims.items():
-            if type(claimed) is not int or claimed != asked:
-                raise RefusedError(f"wrong {what}", f"it is for {what} {_one_line(claimed)}, and {asked} was asked for")
-        if not isinstance(mean_return, (int, float)) or not math.isfinite(mean_return):
-            raise RefusedError("malformed", f"its return is {_one_line(mean_return)}")
+        array, claimed = arrays["gradient"], {name: metrics[name] for name in CLAIMS}
+        answers = {"round": (metrics["round"], server_round), "position": (metrics["position"], position)}
+        for what, (said, asked) in answers.items():
+            if type(said) is not int or said != asked:
+                raise RefusedError(f"wrong {what}", f"it is for {what} {_one_line(said)}, and {asked} was asked for")
+        numbers: dict[str, float] = {}
+        for name, value in claimed.items():
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise RefusedError("malformed", f"its {name} is {_one_line(value)}")
+            numbers[name] = float(value)
         gradient = _read_vector(array, dimension)
     except RefusedError:
         raise
@@ -52,7 +65,7 @@ def read_reply(reply: Message, server_round: int, position: int, dimension: int)
         raise RefusedError("malformed", f"{type(error).__name__}: {_one_line(error)}") from None
     if not is_sound_on_host(gradient):
         raise RefusedError("not finite", "its gradient has entries that are not finite, or is too long")
-    return gradient, float(mean_return)
+    return gradient, numbers
 
 
 def _read_vector(array: Array, dimension: int) -> np.ndarray:
