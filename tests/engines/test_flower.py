@@ -1,4 +1,4 @@
-"""ByzPG on Flower: it learns what the simulator learns, and no reply can stop it."""
+"""ByzPG and ByzPPO on Flower: they learn what the simulator learns, and no reply can stop them."""
 
 import functools
 import io
@@ -175,6 +175,84 @@ def test_a_run_on_flower_is_what_the_simulator_says(tmp_path: Path, twins: Twins
     assert np.all(np.isfinite(run.returns))
     assert np.all(run.metrics["usable_replies"][run.large] == 4)
     assert play_a_step(run) in (0, 1)
+
+
+# With a critic: 12 iterations of 32 steps and 4 updates each.
+WITH_CRITIC: dict[str, Any] = {
+    "num-agents": 4,
+    "num-byzantine": 1,
+    "seed": SEED,
+    "horizon": 20,
+    "hidden": "8",
+    "momentum": 0.5,
+    "steps": 12 * 32,
+    "rehearsal": True,
+}
+# By the name of the run on Flower: the algorithm, whether a client attacks, and the updates between two rounds.
+CRITICS: dict[str, tuple[str, bool, int]] = {
+    "gradients": ("ByzPPO", False, 1),
+    "gradients, attacked": ("ByzPPO", True, 1),
+    "plain mean": ("Fed-PPO", False, 1),
+    "changes": ("ByzPPO", False, 4),
+    "changes, attacked": ("ByzPPO", True, 4),
+}
+
+
+def with_critic(name: str) -> dict[str, Any]:
+    algorithm, _, every = CRITICS[name]
+    learner = f"PPO(environments=2, segment=16, epochs=2, minibatches=2, exchange_every={every})"
+    return WITH_CRITIC | {"algorithm": algorithm, "num-byzantine": int(algorithm == "ByzPPO"), "ppo": learner}
+
+
+@pytest.fixture(scope="module")
+def critics() -> dict[str, np.ndarray]:
+    """The parameters of the simulated runs; those with the same number of rounds are side by side in one program."""
+    found: dict[str, np.ndarray] = {}
+    for every in (1, 4):
+        names = [name for name, (_, _, updates) in CRITICS.items() if updates == every]
+        settings = []
+        for name in names:
+            given = {option.replace("-", "_"): value for option, value in with_critic(name).items()}
+            given |= {"num_seeds": 1, "num_attackers": int(CRITICS[name][1]), "hidden": (8,)}
+            settings.append(
+                Config(**{option: value for option, value in given.items() if option != "rehearsal"}).resolved()
+            )
+        simulation = Simulation(tuple(each.federation() for each in settings), (SEED,))
+        states, _ = simulation.run(simulation.start(), [LARGE] * 12, 0, only_large=True)
+        found |= {name: np.asarray(state.agents.parameters[0, 0]) for name, state in zip(names, states, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_run_with_a_critic_on_flower_is_what_the_simulator_says(
+    tmp_path: Path, critics: dict[str, np.ndarray], name: str
+) -> None:
+    """A round is one exchange; environments, histories and optimizers stay on the nodes between rounds."""
+    _, attacked, every = CRITICS[name]
+    rehearsed = {"rehearsal-attack": "AvgZero", "rehearsal-attackers": "3"} if attacked else {}
+    config = with_critic(name) | rehearsed | {"directory": str(tmp_path)}
+    grid = LoopbackGrid(config)
+    server_app(grid, Context(RUN, SERVER, {}, RecordDict(), config))
+    (path,) = tmp_path.iterdir()
+    run = load(path)
+    np.testing.assert_allclose(run.parameters["last"][0, 0], critics[name], rtol=0, atol=2e-5)
+    others = [theirs for other, theirs in critics.items() if other != name]
+    assert all(np.max(np.abs(critics[name] - theirs)) > 1e-3 for theirs in others)
+    assert len(grid.sent) == 4 * 12 * (4 // every)
+    assert run.complete
+    np.testing.assert_array_equal(run.steps, [np.arange(1, 13) * 32])
+    np.testing.assert_array_equal(run.metrics["environment_steps"], 4 * 32)
+    assert 10 < run.trajectories[0, -1] < 384
+    assert np.all(np.isfinite(run.returns))
+    assert np.all(run.metrics["stepped"] == 1)
+    assert np.all(run.metrics["usable_replies"] == 4)
+    assert play_a_step(run) in (0, 1)
+    # Between iterations, a node keeps no steps: environments, two moments and a history, or a history alone.
+    honest = grid.contexts[min(NODES)].state.array_records[f"byzpg-memory-{RUN}"]
+    (kept,) = (each.numpy() for each in honest.values())
+    dimension = critics[name].size
+    assert kept.dtype == np.uint8
+    assert (1 if every == 1 else 3) * 4 * dimension < kept.size < (1 if every == 1 else 3) * 4 * dimension + 100
 
 
 def play_a_step(run: Run) -> int:
