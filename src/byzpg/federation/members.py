@@ -7,7 +7,7 @@ them, under a key of each member's own: a member with the simulator's key draws 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from typing import Any
 
@@ -305,6 +305,7 @@ class Worker:
         attack: Attack | None = None,
         as_simulated: bool = False,
     ) -> None:
+        _check_served(federation.agent)
         self.federation, self.index, self.exchanges = federation, index, federation.agent.num_exchanges
         self._player, self._attack = _Player(federation.agent, _key(key_data), as_simulated), attack
         # By agent, as an attacker in a rehearsal computes the messages of others.
@@ -340,7 +341,8 @@ class Worker:
             if content.size == _num_bytes(alone):
                 kept, played = _from_bytes(alone, content.tobytes()), None
             else:
-                kept, played = _from_bytes((alone, self._player.shapes(alone)), content.tobytes())
+                shapes = alone, _shapes_of_play(self.federation.agent)
+                kept, played = _from_bytes(shapes, content.tobytes())
                 played = int(played[0]), *played[1:]
             self._kept[int(name)] = _Kept(kept, kept, None, played)
 
@@ -379,8 +381,9 @@ class Worker:
     def _message(self, index: int, iteration: int, exchange: int, parameters: np.ndarray) -> Array:
         held = jnp.asarray(np.asarray(parameters, np.float32)[None])
         state = AgentState(held, held, held, ())  # of all this, a large batch looks at θ alone
-        initial = self.federation.agent.initial_memory(held)
-        kept = self._kept.get(index, _Kept(initial, initial))
+        kept = self._kept.get(index)
+        if kept is None:
+            kept = _Kept(*[self.federation.agent.initial_memory(held)] * 2)
         # A message that is computed again is remembered once.
         memory = kept.before if kept.last == (iteration, exchange) else kept.memory
         played = kept.played
@@ -407,6 +410,7 @@ class Server:
     ) -> None:
         if not federation.centralized:
             raise ValueError("this algorithm has no server: use ByzPG, ByzPPO or another one with a server.")
+        _check_served(federation.agent)
         self.agent, self.aggregator = federation.agent, federation.aggregator
         self.exchanges = self.agent.num_exchanges
         self.num_workers, self.num_byzantine = federation.num_agents, federation.num_byzantine
@@ -455,6 +459,15 @@ class Server:
         _, own = self._player.message(self._state, None, batch, 0)
         self._state = _advance(self.agent, self._state, own, own, False)
         return sampled
+
+
+def _check_served(agent: Agent) -> None:
+    """Refuse agents whose workers could not tell, in another process, what they have played in this iteration."""
+    if agent.num_exchanges > 1 and isinstance(agent.env, HostTask):
+        raise ValueError(
+            f"on a host task, the workers of a server send one message per iteration, got {agent.num_exchanges}: set "
+            f"exchange_every={agent.num_updates}."
+        )
 
 
 def secret_key() -> np.ndarray:
@@ -508,18 +521,6 @@ class _Player:
     def message(self, state: AgentState, memory: Any, batch: Any, exchange: int) -> tuple[Any, Array]:
         """The memory afterwards, and the message [1, d]."""
         return _message(self.agent, self.as_simulated, state, memory, batch, exchange)
-
-    def shapes(self, memory: Any) -> tuple[Any, Any, Any]:
-        """The shapes of an iteration's number and of what `sample` returns of a large batch in it."""
-        held, keys = jnp.zeros((1, self.agent.dimension)), self.key[None]
-        state = AgentState(held, held, held, ())
-
-        def sample(memory: Any) -> Any:
-            request = self.agent.request(state, memory, keys, large=True)
-            experience = self.agent.play(request, keys, large=True)
-            return 0, *self.agent.digest(state, request, experience, keys, large=True)
-
-        return jax.eval_shape(sample, memory)
 
 
 # Compiled once, whatever the numbers are.
@@ -627,8 +628,21 @@ def _false_gradients(attack: Attack, knowledge: Knowledge) -> Array:
 # What an agent keeps to itself, as bytes
 
 
+@cache
 def _shapes_of_memory(agent: Agent) -> Any:
     return jax.eval_shape(agent.initial_memory, jax.ShapeDtypeStruct((1, agent.dimension), jnp.float32))
+
+
+@cache
+def _shapes_of_play(agent: Agent) -> tuple[Any, Any, Any]:
+    """The shapes of the number of an iteration and of what `_Player.sample` returns of a large batch."""
+
+    def sample(held: Array, memory: Any) -> Any:
+        state, keys = AgentState(held, held, held, ()), jax.random.split(jax.random.key(0), 1)
+        request = agent.request(state, memory, keys, large=True)
+        return 0, *agent.digest(state, request, agent.play(request, keys, large=True), keys, large=True)
+
+    return jax.eval_shape(sample, jax.ShapeDtypeStruct((1, agent.dimension), jnp.float32), _shapes_of_memory(agent))
 
 
 def _num_bytes(shapes: Any) -> int:
