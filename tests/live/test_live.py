@@ -26,6 +26,7 @@ from byzpg.live.manifest import Manifest, Times
 from byzpg.live.member import Options, take_part
 from byzpg.live.records import Records
 from byzpg.live.rehearsal import parse_attack
+from byzpg.live.wire import prove
 
 SEED = 3
 SHORT: dict[str, Any] = {"horizon": 100, "large_batch": 6, "trajectories": 180, "seed": SEED, "momentum": 0.6}
@@ -49,30 +50,33 @@ def take_part_together(
     seed: int | None = SEED,
     metrics: tuple[str, int] | None = None,
     meanwhile: Callable[[], None] | None = None,
+    restarts: str | None = None,
 ) -> None:
     """Run all members in this process, over real connections, until all have finished. The last one attacks.
 
-    The first one serves its metrics; `meanwhile` is called now and then.
+    The first one serves its metrics; `meanwhile` is called now and then. One member stops after its second iteration
+    and is started again.
     """
     peer(federation.manifest.settings(), as_simulated=seed is not None).warm_up()  # compiled once for all
 
+    async def run_member(name: str) -> None:
+        options = Options(
+            federation.folder / f"{name}.key",
+            federation.directory(name),
+            attack=attack if name == NAMES[-1] else None,
+            seed=seed,
+            metrics=metrics if name == NAMES[0] else None,
+        )
+        if name == restarts:
+            first = asyncio.create_task(take_part(federation.manifest, name, options))
+            while federation.iteration(name) < 2 and not first.done():
+                await asyncio.sleep(0.01)
+            first.cancel()
+            await asyncio.wait([first])
+        await take_part(federation.manifest, name, options)
+
     async def run_members() -> None:
-        members = {
-            name: asyncio.create_task(
-                take_part(
-                    federation.manifest,
-                    name,
-                    Options(
-                        federation.folder / f"{name}.key",
-                        federation.directory(name),
-                        attack=attack if name == NAMES[-1] else None,
-                        seed=seed,
-                        metrics=metrics if name == NAMES[0] else None,
-                    ),
-                )
-            )
-            for name in NAMES
-        }
+        members = {name: asyncio.create_task(run_member(name)) for name in NAMES}
         *honest, last = members.values()
         async with asyncio.timeout(PATIENCE):
             while meanwhile is not None and not any(each.done() for each in honest):
@@ -164,6 +168,57 @@ def test_members_learn_what_their_simulated_twins_learn(
         if not options:
             assert len(federation.events("alice", "iteration")) == 30
         assert not [event for name in NAMES for event in federation.events(name, "equivocation")]
+
+
+# Four exchanges of gradients and one round of agreement in each of 6 iterations, in the middle of episodes.
+WITH_CRITIC: dict[str, Any] = {
+    "algorithm": "DecByzPPO",
+    "aggregator": "TrimmedMean",
+    "hidden": (6,),
+    "horizon": 30,
+    "rounds": 1,
+    "momentum": 0.5,
+    "seed": SEED,
+    "steps": 6 * 16,
+    "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2)",
+}
+
+
+def test_members_with_a_critic_learn_what_their_twins_learn_also_after_a_restart(tmp_path: Path) -> None:
+    with on_loopback(tmp_path, PATIENT, **WITH_CRITIC) as federation:
+        take_part_together(federation, "SignFlip", restarts="bob")
+        expected, drawn = simulated(federation.manifest, num_attackers=1, attack="SignFlip")
+        for index, name in enumerate(NAMES):
+            np.testing.assert_allclose(parameters(federation, name), expected[index], rtol=0, atol=2e-5)
+            np.testing.assert_allclose(parameters(federation, name, "uniform"), drawn[index], rtol=0, atol=2e-5)
+        first = peer(federation.manifest.settings()).parameters
+        assert np.max(np.abs(expected - first)) > 1e-3, "something was learned"
+        started = [(event["iteration"], event["restarted"]) for event in federation.events("bob", "start")]
+        (begin, again) = started
+        assert begin == (0, False)
+        assert 2 <= again[0] < 6
+        assert again[1]
+        assert not federation.events("bob", "rejoin"), "it continues by itself"
+        assert not [event for name in NAMES for event in federation.events(name, "equivocation")]
+        assert federation.iteration("alice") == 6
+        run = load(federation.directory("bob") / "run")
+        np.testing.assert_array_equal(run.steps, [16 * np.arange(1, 7)])
+
+
+def test_members_with_a_critic_catch_one_that_equivocates(tmp_path: Path) -> None:
+    """In an exchange of gradients, of which each has its own step; from then on its messages do not count."""
+    with on_loopback(tmp_path, PATIENT, **WITH_CRITIC) as federation:
+        take_part_together(federation, "equivocate")
+        honest = NAMES[:-1]
+        caught = [event for name in honest for event in federation.events(name, "equivocation")]
+        assert {event["sender"] for event in caught} == {NAMES[-1]}
+        for name in honest:
+            (path, *_) = sorted((federation.directory(name) / "evidence").iterdir())
+            assert "gradients of exchange" in prove(federation.manifest, json.loads(path.read_text())).words
+        ends = np.stack([parameters(federation, name) for name in honest])
+        assert np.all(np.isfinite(ends))
+        first = peer(federation.manifest.settings()).parameters
+        assert np.max(np.ptp(ends, axis=0)) < 0.2 * np.max(np.abs(ends - first)), "they agree on what they learned"
 
 
 def last_return(federation: Federation, name: str) -> float:

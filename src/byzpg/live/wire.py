@@ -258,4 +258,4 @@ def prove(manifest: Manifest, evidence: object) -> Proof:
 def _round(phase: int, exchanges: int) -> str:
     if phase >= exchanges:
         return f"agreement round {phase - exchanges + 1}"
-    return "gradients" if exchanges == 1 else f"gradients of update {phase + 1}"
+    return "gradients" if exchanges == 1 else f"gradients of exchange {phase + 1}"
