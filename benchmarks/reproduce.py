@@ -60,7 +60,7 @@ def main() -> None:
     if arguments.preset != "tuned":  # `tuned` aims to learn faster than the published curves
         for each in comparisons(results.experiments, results.runs):
             mean, spread = (
-                np.interp(each.trajectories, each.result.trajectories, of(each.result.returns, axis=0))
+                np.interp(each.trajectories, each.result.progress, of(each.result.returns, axis=0))
                 for of in (np.mean, np.std)
             )
             apart = np.abs(mean - each.returns)[each.trajectories > 0]

@@ -101,7 +101,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     made = made_up(grid(["all", "beyond"], Scope(num_seeds=3)))
     runs = dict(made.runs)
     robust = find(made, "fig2", "AvgZero", "DecByzPG K=13 α=3/13")[2].run
-    steps = np.where(runs[robust].trajectories <= 2000, 15.0, 470.0) + np.array([[-10.0], [0.0], [10.0]])
+    steps = np.where(runs[robust].progress <= 2000, 15.0, 470.0) + np.array([[-10.0], [0.0], [10.0]])
     runs[robust] = with_returns(runs[robust], steps)
     lander = find(made, "fig3", "AvgZero", "DecByzPG K=13 α=3/13")[2].run
     runs[lander] = with_returns(runs[lander], np.full((3, 80), -30.0) + np.array([[-3.0], [0.0], [3.0]]))
@@ -149,11 +149,13 @@ def test_what_are_no_results_gives_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_results_of_older_versions_can_be_read(tmp_path: Path) -> None:
-    """There, f was num_declared, each convention was an option, and the texts had other words."""
+    """There, f was num_declared, each convention was an option, progress was called trajectories, and the texts had
+    other words."""
     made = made_up(grid(["tolerance"], Scope(num_seeds=3)))
     made.save(tmp_path / "new.npz")
     with np.load(tmp_path / "new.npz") as stored:
         arrays = dict(stored)
+    arrays = {name.replace("/progress", "/trajectories"): values for name, values in arrays.items()}
     about = json.loads(str(arrays["about"]))
     for settings in about["settings"].values():
         settings |= {"num_declared": settings.pop("num_byzantine"), "num_byzantine": settings.pop("num_attackers")}
@@ -171,6 +173,8 @@ def test_results_of_older_versions_can_be_read(tmp_path: Path) -> None:
     assert {name: result.settings for name, result in old.runs.items()} == {
         name: result.settings for name, result in made.runs.items()
     }
+    for name, result in old.runs.items():
+        np.testing.assert_array_equal(result.progress, made.runs[name].progress)
 
 
 def a_run(sizes: list[int], **metrics: Any) -> Run:
@@ -187,9 +191,9 @@ def test_a_result_has_cells_that_weigh_iterations_by_their_trajectories() -> Non
     sizes = [100] + [1, 3] * 400
     returns = np.stack([np.concatenate([[7.0], np.tile([10.0, 20.0], 400)])] * 2)
     result = Result.of(a_run(sizes, return_mean=returns))
-    assert result.trajectories[-1] == sum(sizes)
-    assert len(result.trajectories) <= 160
-    np.testing.assert_allclose(np.diff(result.trajectories), sum(sizes) / 160)
+    assert result.progress[-1] == sum(sizes)
+    assert len(result.progress) <= 160
+    np.testing.assert_allclose(np.diff(result.progress), sum(sizes) / 160)
     assert result.returns[0, 0] == pytest.approx(7.0, abs=1)
     assert np.mean(result.returns[:, 20:]) == pytest.approx(17.5, abs=0.3)  # (1·10 + 3·20)/4
     assert set(result.metrics) == {"return_mean"}
@@ -265,9 +269,7 @@ def test_published_curves_against_ours(results: Results) -> None:
     moved = replace(plain, result=with_returns(plain.result, plain.result.returns + 100))
     assert moved.withstands_more()
     assert not moved.matches()
-    late = replace(
-        robust, result=with_returns(robust.result, np.where(robust.result.trajectories < 5000, 9, 499.0)[None])
-    )
+    late = replace(robust, result=with_returns(robust.result, np.where(robust.result.progress < 5000, 9, 499.0)[None]))
     assert late.reached_later()
     assert not late.ends_lower()
     # What a preset made for it may beat, another is to repeat.
@@ -408,7 +410,7 @@ def test_reach_by_number_of_agents_and_never(results: Results) -> None:
     assert list(np.asarray(line.get_xdata())) == [cell.at for cell in panel.cells] == [1, 2, 3, 5, 8, 13, 25, 50, 100]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "3", "5", "8", "13", "25", "50", "100"]
     heights = y_of(line)
-    end = runs[panel.cells[0].run].trajectories[-1]
+    end = runs[panel.cells[0].run].progress[-1]
     assert heights[0] == end
     assert [text.get_text() for text in axes.texts] == ["never"]
     np.testing.assert_allclose(heights[1:], [reach_estimate(runs[cell.run]).value for cell in panel.cells[1:]])

@@ -1,5 +1,6 @@
 """Members behind a network: with and without the simulator's rounding, they compute the same."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from byzpg.config import Config
+from byzpg.envs import make
 from byzpg.federation.agents import PAGEAgent
 from byzpg.federation.members import Peer, Server, Worker, seeded_key
 from byzpg.live.member import Options, _new_peer
@@ -163,6 +165,19 @@ def test_a_worker_remembers_each_batch_once_also_in_another_process() -> None:
     anew = Worker(federation, 2, KEY).message(4, 0, parameters)
     assert np.any(anew != following)
     np.testing.assert_allclose(anew, estimates[2], rtol=1e-5, atol=1e-6)
+
+
+def test_on_a_host_task_a_worker_sends_one_message_per_iteration() -> None:
+    """It could not tell another process, which sends the next one, what it has played."""
+    settings = Config(
+        algorithm="ByzPPO", num_agents=5, ppo="PPO(environments=2, segment=8, epochs=3, minibatches=2)"
+    ).resolved()
+    federation = settings.federation()
+    federation = replace(federation, agent=replace(federation.agent, env=make("gymnasium:CartPole-v1")))
+    with pytest.raises(ValueError, match=r"send one message per iteration, got 6: set exchange_every=6\."):
+        Server(federation, settings.schedule(), KEY)
+    with pytest.raises(ValueError, match="one message per iteration, got 6"):
+        Worker(federation, 1, KEY)
 
 
 def test_an_algorithm_without_a_server_is_refused() -> None:

@@ -167,6 +167,8 @@ def test_members_learn_what_their_simulated_twins_learn(
         assert np.max(np.abs(parameters(federation, "alice") - first)) > 1e-3, "something was learned"
         if not options:
             assert len(federation.events("alice", "iteration")) == 30
+            run = load(federation.directory("alice") / "run")
+            assert 30 * 6 < run.steps[0, -1] == np.sum(run.metrics["environment_steps"]), "of this member alone"
         assert not [event for name in NAMES for event in federation.events(name, "equivocation")]
 
 

@@ -383,8 +383,8 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: 
         if cell.label in curves:
             look = {"linestyle": PUBLISHED_DASHES, "linewidth": 1.1, "zorder": 1.5}
             axes.plot(*curves[cell.label], color=colour, label=f"{cell.label}, published", **look)
-        _draw_mean(axes, result.trajectories, result.returns, colour, label=cell.label, linewidth=1.6)
-    _over_progress(axes, max(runs[cell.run].trajectories[-1] for cell in panel.cells))
+        _draw_mean(axes, result.progress, result.returns, colour, label=cell.label, linewidth=1.6)
+    _over_progress(axes, max(runs[cell.run].progress[-1] for cell in panel.cells))
     means = np.concatenate([np.mean(runs[cell.run].returns, axis=0) for cell in panel.cells])
     _return_axis(axes, panel, spread=float(np.ptp(means)))
 
@@ -455,7 +455,7 @@ def _draw_reach(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: M
     found = {cell.run: reach_estimate(runs[cell.run]) for cell in panel.cells}
     never = [cell for cell in panel.cells if found[cell.run].value == inf]
     # Runs that never reach the level are drawn at the top, where training ended.
-    top = max(runs[cell.run].trajectories[-1] for cell in panel.cells)
+    top = max(runs[cell.run].progress[-1] for cell in panel.cells)
 
     def shown(run: str) -> Estimate:
         each = found[run]

@@ -27,6 +27,8 @@ KEPT = ("return_mean", "byzantine_weight", "diameter_before", "diameter_after")
 FORMAT = 1
 # What the labels in files of byzpg 0.1 had in addition.
 OLD_WORD = " declared"
+# What `Result.progress` is called in files of byzpg 0.2.
+OLD_PROGRESS = "trajectories"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class Result:
     """A run on even cells of trajectories or, with a critic, of steps; see `statistics.smooth_on_grid`."""
 
     settings: Settings
-    trajectories: np.ndarray  # [cell], per agent, at the end of the cell; with a critic, steps
+    progress: np.ndarray  # [cell], trajectories or steps per agent, at the end of the cell
     metrics: Mapping[str, np.ndarray]  # the metrics of KEPT that the run has: [seed, cell]
 
     @property
@@ -56,13 +58,13 @@ class Result:
         return cls(run.settings, grid, {name: values.astype(np.float32) for name, values in metrics.items()})
 
 
-def _spread(trajectories: np.ndarray, values: np.ndarray, grid: np.ndarray) -> np.ndarray:
+def _spread(progress: np.ndarray, values: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """The metric of one seed [cell]. Iterations that lack it (small batches, a diverged seed) use their neighbours'."""
     known = np.isfinite(values)
     if not np.any(known):
         return np.full(len(grid), np.nan)
-    sizes = np.diff(trajectories, prepend=0)[known]
-    return smooth_on_grid(np.cumsum(sizes) * trajectories[-1] / sizes.sum(), values[None, known], grid)[0]
+    sizes = np.diff(progress, prepend=0)[known]
+    return smooth_on_grid(np.cumsum(sizes) * progress[-1] / sizes.sum(), values[None, known], grid)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,7 @@ class Results:
         arrays: dict[str, np.ndarray] = {}
         for name, result in self.runs.items():
             arrays |= {f"{name}/{metric}": values for metric, values in result.metrics.items()}
-            arrays[f"{name}/trajectories"] = result.trajectories
+            arrays[f"{name}/progress"] = result.progress
         write_archive(path, FORMAT, about, arrays)
 
     @classmethod
@@ -103,7 +105,8 @@ class Results:
             for name, values in about["settings"].items():
                 settings = Config.of(values, f"{path}, {name}").resolved()
                 metrics = {metric: arrays[f"{name}/{metric}"] for metric in KEPT if f"{name}/{metric}" in arrays}
-                runs[name] = Result(settings, arrays[f"{name}/trajectories"], metrics)
+                progress = OLD_PROGRESS if f"{name}/{OLD_PROGRESS}" in arrays else "progress"
+                runs[name] = Result(settings, arrays[f"{name}/{progress}"], metrics)
             experiments = tuple(_experiment(data) for data in about["experiments"])
             return cls(experiments, runs, about["provenance"])
 

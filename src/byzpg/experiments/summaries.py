@@ -146,8 +146,8 @@ def final_returns(result: Result) -> np.ndarray:
 
     In a run of fewer than ten cells that is its last cell. A seed that diverged there has NaN.
     """
-    end = result.trajectories[-1]
-    return np.mean(result.returns[:, result.trajectories > 0.9 * end], axis=1, dtype=float)
+    end = result.progress[-1]
+    return np.mean(result.returns[:, result.progress > 0.9 * end], axis=1, dtype=float)
 
 
 def best_return(result: Result) -> float:
@@ -173,9 +173,9 @@ def num_diverged(values: np.ndarray) -> int:
 
 def returns_at(result: Result, trajectories: float) -> np.ndarray:
     """The mean return [seed] over the PUBLISHED_SPACING trajectories up to this number."""
-    near = (result.trajectories > trajectories - PUBLISHED_SPACING) & (result.trajectories <= trajectories)
+    near = (result.progress > trajectories - PUBLISHED_SPACING) & (result.progress <= trajectories)
     if not np.any(near):  # the cells of a long run may be wider
-        near = [int(np.argmin(np.abs(result.trajectories - trajectories)))]
+        near = [int(np.argmin(np.abs(result.progress - trajectories)))]
     return np.mean(result.returns[:, near], axis=1, dtype=float)
 
 
@@ -197,13 +197,13 @@ def trajectories_to_level(result: Result, level: float | None = None) -> np.ndar
     """
     level = LEVELS[result.settings.env] if level is None else level
     window = WINDOW if result.settings.unit == "trajectories" else WINDOW_OF_STEPS
-    return trajectories_to_reach(result.trajectories, result.returns, level, window)
+    return trajectories_to_reach(result.progress, result.returns, level, window)
 
 
 def mean_reaches(result: Result, level: float) -> float:
     """Trajectories per agent until the mean curve reaches the level; ∞ if it never does."""
     mean = np.mean(result.returns, axis=0, keepdims=True, dtype=float)
-    return float(trajectories_to_reach(result.trajectories, mean, level, WINDOW)[0])
+    return float(trajectories_to_reach(result.progress, mean, level, WINDOW)[0])
 
 
 def reach_estimate(result: Result) -> Estimate:
@@ -249,7 +249,7 @@ class Comparison:
     @property
     def end(self) -> float:
         """The last number of trajectories that both curves reach."""
-        return float(min(8000.0, self.result.trajectories[-1]))
+        return float(min(8000.0, self.result.progress[-1]))
 
     def published_end(self) -> float:
         """The published return at the end; NaN if it is not visible."""
@@ -306,9 +306,9 @@ class Goal:
         """Which seeds reach the goal in time [seed]."""
         result = self.of.result
         if self.at:
-            far = result.trajectories[-1] > self.trajectories - PUBLISHED_SPACING
+            far = result.progress[-1] > self.trajectories - PUBLISHED_SPACING
             return far & (returns_at(result, self.trajectories) >= self.level)
-        times = trajectories_to_reach(result.trajectories, result.returns, self.level, WINDOW)
+        times = trajectories_to_reach(result.progress, result.returns, self.level, WINDOW)
         return times <= self.trajectories
 
     def met(self) -> bool:

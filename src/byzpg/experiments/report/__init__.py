@@ -167,7 +167,7 @@ arXiv 2401.03489. All other curves are from byzpg.</p>
 
 def _sampled(result: Result) -> float:
     """The trajectories of all seeds and agents, as if every agent sampled in every iteration."""
-    return result.trajectories[-1] * len(result.returns) * result.settings.num_agents
+    return result.progress[-1] * len(result.returns) * result.settings.num_agents
 
 
 def _contents(chapters: Sequence[Chapter]) -> str:
@@ -264,7 +264,7 @@ def _missed(goal: Goal) -> str:
         ours = f"has {spread(returns_at(result, goal.trajectories))}"
     else:
         reached = mean_reaches(result, goal.level)
-        end = result.trajectories[-1]
+        end = result.progress[-1]
         ours = f"reaches it at {reached:,.0f}" if reached < inf else f"does not reach it by {end:,.0f}"
     return f"{wanted} Ours {ours}; {np.sum(goal.seeds())} of {len(result.returns)} seeds do so in time."
 
@@ -274,7 +274,7 @@ def _apart(each: Comparison) -> str:
     parts, theirs = [], each.published_end()
     if each.reached_later():
         level = LEVELS[each.panel.task]
-        ours, end = mean_reaches(each.result, level), each.result.trajectories[-1]
+        ours, end = mean_reaches(each.result, level), each.result.progress[-1]
         when = f"at {ours:,.0f}" if ours < inf else f"not by {end:,.0f}"
         parts.append(
             f"the published mean reaches {level:g} by {each.published_reach()[1]:,.0f} trajectories, ours {when}"
