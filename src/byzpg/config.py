@@ -63,6 +63,7 @@ PAPER: dict[str, Any] = {
     "gate": 1.0,
     "momentum": 0.0,
     "transport": False,
+    "decay": 0.0,
     "aggregator": RFA(),
     "agreement": MDA(),
     "rounds": 5,
@@ -75,6 +76,7 @@ FORMERLY: dict[str, Any] = {
     "adam_epsilon": ADAM_EPSILON,
     "momentum": 0.0,
     "transport": False,
+    "decay": 0.0,
     "ppo": PPO(),
 }
 PRESETS: dict[str, dict[str, Any]] = {
@@ -310,6 +312,8 @@ class Config:
     correction_noise: float = 1e5
     """Constant C of the PAGE correction's noise, for step_size = theory, where η ≤ 1/(2√A) and, for DecByzPG, A =
     C(α/p² + 1/(pK)). The default is a guess."""
+    decay: float | None = None
+    """Share of the step size that is gone at the end of the run, in [0, 1]; it falls linearly. 0: constant."""
     adam_epsilon: float | None = None
     """Adam's ε. Gradients much smaller than ε lead to small steps; with 1e-8 even rounding errors lead to full
     steps."""
@@ -367,7 +371,7 @@ class Config:
         for option, family in FAMILY_OF.items():
             if isinstance(values[option], str):
                 values[option] = parse(family, values[option])
-        if values["optimizer"] != "adam" and self.adam_epsilon is None:  # the preset's is for Adam
+        if values["optimizer"] not in ("adam", "whitened") and self.adam_epsilon is None:  # the preset's is for Adam
             values["adam_epsilon"] = ADAM_EPSILON
         values.setdefault("num_agents", 1 if ALGORITHMS[name].single else 13)
         values.setdefault("num_byzantine", _most_tolerated(values))
@@ -558,6 +562,7 @@ class Settings:
     conventions: Conventions
     optimizer: Optimizer
     step_size: float
+    decay: float
     adam_epsilon: float
     policy: Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
@@ -622,8 +627,11 @@ class Settings:
             "env": envs.make(self.env),
             "policy": self.bound_policy(),
             "momentum": self.momentum or None,
+            "decay": self.decay or None,
             "anchored": algorithm.anchored,
         }
+        schedule = self.schedule()
+        options["expected_steps"] = schedule.expected_iterations * (self.ppo.num_updates if self.has_critic else 1)
         agent = algorithm.agent(**{option.name: options[option.name] for option in fields(algorithm.agent)})
         return Federation(
             agent=agent,
@@ -701,11 +709,13 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     for option in ("step_size", "adam_epsilon"):
         if not 0 < values[option] < inf:
             raise ValueError(f"{option} must be positive and finite, got {values[option]}.")
-    if values["optimizer"] != "adam" and values["adam_epsilon"] != ADAM_EPSILON:
+    if values["optimizer"] not in ("adam", "whitened") and values["adam_epsilon"] != ADAM_EPSILON:
         raise ValueError(
             f"adam_epsilon = {values['adam_epsilon']} has no effect with {values['optimizer']}: leave it out, or use "
             "optimizer = 'adam'."
         )
+    if not 0 <= values["decay"] <= 1:
+        raise ValueError(f"decay must lie in [0, 1], got {values['decay']}.")
     if not 0 <= values["momentum"] < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {values['momentum']}.")
     if values["gate"] != "health" and not 0 <= values["gate"] <= 1:

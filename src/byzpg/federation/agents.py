@@ -36,7 +36,10 @@ from byzpg.learning.policies import Policy
 from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
 from byzpg.robust.components import Component
 
-Optimizer = Literal["adam", "sgd", "normalized"]
+Optimizer = Literal["adam", "sgd", "normalized", "whitened"]
+
+
+SQUARES = 0.999  # the weight of the past in the mean of squares, as in Adam
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +62,7 @@ class History:
     """
 
     mean: Array  # m_t [agent, d]
+    squares: Array | None  # the same mean of squares [agent, d], if messages are whitened
     count: Array  # [agent], how many estimates it holds
 
 
@@ -90,6 +94,8 @@ class Agent(Component, ABC):
     optimizer: Optimizer
     step_size: Number  # η
     adam_epsilon: Number  # added to the root of Adam's second moment
+    decay: Number | None  # the share of η that is gone at the end of the run; None: η is constant
+    expected_steps: Number  # how many steps of the optimizer the run has, for the decay
 
     # What differs between learners
 
@@ -156,13 +162,23 @@ class Agent(Component, ABC):
         ends = [*accumulate(self.blocks)]
         return [vectors[..., end - size : end] for size, end in zip(self.blocks, ends, strict=True)]
 
-    def _transform(self, step_size: Number = 0.0, adam_epsilon: Number = 0.0) -> optax.GradientTransformation:
-        if self.optimizer == "sgd":
-            return optax.sgd(step_size)
+    def _transform(
+        self,
+        step_size: Number = 0.0,
+        adam_epsilon: Number = 0.0,
+        decay: Number = 0.0,
+        expected_steps: Number = 1.0,
+    ) -> optax.GradientTransformation:
+        def decaying(count: Array) -> Array:
+            return step_size * (1 - decay * jnp.minimum(count / expected_steps, 1))
+
+        rate: Any = step_size if self.decay is None else decaying
+        if self.optimizer in ("sgd", "whitened"):
+            return optax.sgd(rate)
         if self.optimizer == "normalized":
-            return optax.chain(optax.normalize_by_update_norm(eps=1e-12), optax.sgd(step_size))
+            return optax.chain(optax.normalize_by_update_norm(eps=1e-12), optax.sgd(rate))
         # A first moment on top of the agents' momentum would average twice, and learns more slowly than either.
-        return optax.adam(step_size, b1=0.9 if self.momentum is None else 0.0, eps=adam_epsilon)
+        return optax.adam(rate, b1=0.9 if self.momentum is None else 0.0, eps=adam_epsilon)
 
     def initial(self, parameters: Array) -> AgentState:
         """The state of agents that start from parameters [agent, d]."""
@@ -174,7 +190,9 @@ class Agent(Component, ABC):
         """The history of agents [agent, d] that have estimated nothing yet; None without momentum."""
         if self.momentum is None:
             return None
-        return History(jnp.zeros_like(parameters), jnp.zeros(len(parameters), jnp.int32))
+        blank = jnp.zeros_like(parameters)
+        squares = blank if self.optimizer == "whitened" else None
+        return History(blank, squares, jnp.zeros(len(parameters), jnp.int32))
 
     def remember(self, history: History | None, estimate: Array) -> tuple[History | None, Array]:
         """The history with one more estimate ṽ_t [agent, d], and the message that the agents send.
@@ -188,15 +206,21 @@ class Agent(Component, ABC):
         finite = jnp.all(jnp.isfinite(estimate), axis=1)
         share, count = per_agent(self.momentum, 2), history.count + 1
         mean = share * history.mean + (1 - share) * estimate
-        message = jnp.where(finite[:, None], mean / self._weight(count), estimate)
-        kept = History(jnp.where(finite[:, None], mean, history.mean), jnp.where(finite, count, history.count))
+        message, squares = mean / self._weight(count), None
+        if history.squares is not None:
+            squares = SQUARES * history.squares + (1 - SQUARES) * jnp.square(estimate)
+            scale = jnp.sqrt(squares / (1 - SQUARES ** count[:, None])) + per_agent(self.adam_epsilon, 2)
+            message = message / scale
+            squares = jnp.where(finite[:, None], squares, history.squares)
+        message = jnp.where(finite[:, None], message, estimate)
+        kept = History(jnp.where(finite[:, None], mean, history.mean), squares, jnp.where(finite, count, history.count))
         return kept, message
 
     def recalled_history(self, direction: Array, count: Array) -> History | None:
         """The history of agents [agent, d] that lost theirs: as if all their estimates had been `direction`."""
         if self.momentum is None:
             return None
-        return History(self._weight(count) * direction, count)
+        return History(self._weight(count) * direction, None, count)
 
     def _weight(self, count: Array) -> Array:
         """The weight of `count` [agent] estimates in a history: 1 − β^count [agent, 1]."""
@@ -207,14 +231,15 @@ class Agent(Component, ABC):
         """Take a step of the optimizer: θ + η v, θ + η v/‖v‖, or Adam's along v = `aggregated` [agent, d]."""
 
         def of_agent(
-            step_size: Number, epsilon: Number, optimizer: optax.OptState, parameters: Array, aggregated: Array
+            numbers: tuple[Array, ...], optimizer: optax.OptState, parameters: Array, aggregated: Array
         ) -> tuple[Array, optax.OptState]:
-            updates, optimizer = self._transform(step_size, epsilon).update(-aggregated, optimizer)  # optax descends
+            updates, optimizer = self._transform(*numbers).update(-aggregated, optimizer)  # optax descends
             return parameters + jnp.asarray(updates), optimizer
 
-        step_sizes = jnp.broadcast_to(self.step_size, len(aggregated))
-        epsilons = jnp.broadcast_to(self.adam_epsilon, len(aggregated))
-        moved, optimizer = jax.vmap(of_agent)(step_sizes, epsilons, state.optimizer, state.parameters, aggregated)
+        decay = 0.0 if self.decay is None else self.decay
+        numbers = self.step_size, self.adam_epsilon, decay, self.expected_steps
+        of_agents = tuple(jnp.broadcast_to(each, len(aggregated)) for each in numbers)
+        moved, optimizer = jax.vmap(of_agent)(of_agents, state.optimizer, state.parameters, aggregated)
         return replace(state, parameters=moved, optimizer=optimizer)
 
     def advance(self, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
@@ -239,7 +264,9 @@ class Agent(Component, ABC):
 class PAGEAgent(Agent):
     """An agent of the paper: it plays whole episodes, large batches of them and small ones, which PAGE corrects."""
 
-    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "momentum", "step_size", "adam_epsilon")
+    numbers: ClassVar[tuple[str, ...]] = (
+        *("discount", "gate", "momentum", "step_size", "adam_epsilon", "decay", "expected_steps"),
+    )
     unit: ClassVar[Literal["trajectories", "steps"]] = "trajectories"
 
     large_batch: int  # N
