@@ -304,7 +304,8 @@ class Config:
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Optimizer | None = None
-    """Optimizer: adam, plain sgd as in the theory, or normalized: steps of length η."""
+    """Optimizer: adam; local-adam, where each agent scales its message by Adam before it is aggregated; plain sgd as in
+    the theory; or normalized: steps of length η."""
     step_size: float | Literal["theory"] | None = None
     """Step size η; theory: computed from p, K, f and the next two options, for SGD."""
     smoothness: float = 1e3
@@ -371,7 +372,7 @@ class Config:
         for option, family in FAMILY_OF.items():
             if isinstance(values[option], str):
                 values[option] = parse(family, values[option])
-        if values["optimizer"] not in ("adam", "whitened") and self.adam_epsilon is None:  # the preset's is for Adam
+        if values["optimizer"] not in ("adam", "local-adam") and self.adam_epsilon is None:  # the preset's is for Adam
             values["adam_epsilon"] = ADAM_EPSILON
         values.setdefault("num_agents", 1 if ALGORITHMS[name].single else 13)
         values.setdefault("num_byzantine", _most_tolerated(values))
@@ -620,6 +621,11 @@ class Settings:
             shared_coin=self.coins == "shared",
         )
 
+    @property
+    def _expected_updates(self) -> float:
+        """The number of updates of a run, on average over coins."""
+        return self.schedule().expected_iterations * (self.ppo.num_updates if self.has_critic else 1)
+
     def federation(self) -> Federation:
         """The federation this describes."""
         algorithm = ALGORITHMS[self.algorithm]
@@ -627,11 +633,9 @@ class Settings:
             "env": envs.make(self.env),
             "policy": self.bound_policy(),
             "momentum": self.momentum or None,
-            "decay": self.decay or None,
+            "decay": self.decay / self._expected_updates if self.decay else None,
             "anchored": algorithm.anchored,
         }
-        schedule = self.schedule()
-        options["expected_steps"] = schedule.expected_iterations * (self.ppo.num_updates if self.has_critic else 1)
         agent = algorithm.agent(**{option.name: options[option.name] for option in fields(algorithm.agent)})
         return Federation(
             agent=agent,
@@ -709,10 +713,17 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     for option in ("step_size", "adam_epsilon"):
         if not 0 < values[option] < inf:
             raise ValueError(f"{option} must be positive and finite, got {values[option]}.")
-    if values["optimizer"] not in ("adam", "whitened") and values["adam_epsilon"] != ADAM_EPSILON:
+    if values["optimizer"] not in ("adam", "local-adam") and values["adam_epsilon"] != ADAM_EPSILON:
         raise ValueError(
             f"adam_epsilon = {values['adam_epsilon']} has no effect with {values['optimizer']}: leave it out, or use "
             "optimizer = 'adam'."
+        )
+    if values["optimizer"] == "local-adam" and not values["momentum"]:
+        raise ValueError("local-adam scales the agents' momentum: set momentum, or use optimizer = 'adam'.")
+    if values["optimizer"] == "local-adam" and values["switch_probability"] < 1:
+        raise ValueError(
+            "local-adam aggregates scaled messages, which small batches cannot correct: set switch_probability = 1, or "
+            "use optimizer = 'adam'."
         )
     if not 0 <= values["decay"] <= 1:
         raise ValueError(f"decay must lie in [0, 1], got {values['decay']}.")

@@ -36,10 +36,10 @@ from byzpg.learning.policies import Policy
 from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
 from byzpg.robust.components import Component
 
-Optimizer = Literal["adam", "sgd", "normalized", "whitened"]
+Optimizer = Literal["adam", "local-adam", "sgd", "normalized"]
 
-
-SQUARES = 0.999  # the weight of the past in the mean of squares, as in Adam
+# The weight of the past in an agent's mean of squared gradients, as in Adam.
+SQUARES = 0.999
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ class History:
     """
 
     mean: Array  # m_t [agent, d]
-    squares: Array | None  # the same mean of squares [agent, d], if messages are whitened
+    squares: Array | None  # mean square of every coordinate [agent, d], with Adam at the agents
     count: Array  # [agent], how many estimates it holds
 
 
@@ -94,8 +94,7 @@ class Agent(Component, ABC):
     optimizer: Optimizer
     step_size: Number  # η
     adam_epsilon: Number  # added to the root of Adam's second moment
-    decay: Number | None  # the share of η that is gone at the end of the run; None: η is constant
-    expected_steps: Number  # how many steps of the optimizer the run has, for the decay
+    decay: Number | None  # the share of η by which each step is smaller than the one before; None: η is constant
 
     # What differs between learners
 
@@ -163,17 +162,13 @@ class Agent(Component, ABC):
         return [vectors[..., end - size : end] for size, end in zip(self.blocks, ends, strict=True)]
 
     def _transform(
-        self,
-        step_size: Number = 0.0,
-        adam_epsilon: Number = 0.0,
-        decay: Number = 0.0,
-        expected_steps: Number = 1.0,
+        self, step_size: Number = 0.0, adam_epsilon: Number = 0.0, decay: Number = 0.0
     ) -> optax.GradientTransformation:
         def decaying(count: Array) -> Array:
-            return step_size * (1 - decay * jnp.minimum(count / expected_steps, 1))
+            return step_size * jnp.maximum(1 - decay * count, 0)
 
         rate: Any = step_size if self.decay is None else decaying
-        if self.optimizer in ("sgd", "whitened"):
+        if self.optimizer in ("sgd", "local-adam"):
             return optax.sgd(rate)
         if self.optimizer == "normalized":
             return optax.chain(optax.normalize_by_update_norm(eps=1e-12), optax.sgd(rate))
@@ -191,15 +186,16 @@ class Agent(Component, ABC):
         if self.momentum is None:
             return None
         blank = jnp.zeros_like(parameters)
-        squares = blank if self.optimizer == "whitened" else None
+        squares = blank if self.optimizer == "local-adam" else None
         return History(blank, squares, jnp.zeros(len(parameters), jnp.int32))
 
     def remember(self, history: History | None, estimate: Array) -> tuple[History | None, Array]:
         """The history with one more estimate ṽ_t [agent, d], and the message that the agents send.
 
         m_t = β m_{t−1} + (1 − β) ṽ_t, and the message is m_t/(1 − β^t) for the t-th estimate, which removes the weight
-        of m_0 = 0 (Karimireddy et al. 2021). Without momentum, the message is ṽ_t. A history skips estimates that are
-        not finite: they would never leave it.
+        of m_0 = 0 (Karimireddy et al. 2021). Without momentum, the message is ṽ_t. With Adam at the agents, each
+        coordinate is divided by the root of the agent's own mean square, so that no coordinate decides the distances
+        between messages. A history skips estimates that are not finite: they would never leave it.
         """
         if self.momentum is None or history is None:
             return history, estimate
@@ -209,17 +205,22 @@ class Agent(Component, ABC):
         message, squares = mean / self._weight(count), None
         if history.squares is not None:
             squares = SQUARES * history.squares + (1 - SQUARES) * jnp.square(estimate)
-            scale = jnp.sqrt(squares / (1 - SQUARES ** count[:, None])) + per_agent(self.adam_epsilon, 2)
-            message = message / scale
-            squares = jnp.where(finite[:, None], squares, history.squares)
-        message = jnp.where(finite[:, None], message, estimate)
-        kept = History(jnp.where(finite[:, None], mean, history.mean), squares, jnp.where(finite, count, history.count))
-        return kept, message
+            roots = jnp.sqrt(squares / (1 - SQUARES ** count[:, None]))
+            message /= roots + per_agent(self.adam_epsilon, 2)
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(finite.reshape(-1, *[1] * (new.ndim - 1)), new, old),
+            History(mean, squares, count),
+            history,
+        )
+        return kept, jnp.where(finite[:, None], message, estimate)
 
     def recalled_history(self, direction: Array, count: Array) -> History | None:
-        """The history of agents [agent, d] that lost theirs: as if all their estimates had been `direction`."""
-        if self.momentum is None:
-            return None
+        """The history of agents [agent, d] that lost theirs: as if all their estimates had been `direction`.
+
+        With Adam at the agents, `direction` is no estimate, and the history begins anew.
+        """
+        if self.momentum is None or self.optimizer == "local-adam":
+            return self.initial_history(direction)
         return History(self._weight(count) * direction, None, count)
 
     def _weight(self, count: Array) -> Array:
@@ -228,7 +229,10 @@ class Agent(Component, ABC):
         return 1 - per_agent(self.momentum, 2) ** count[:, None]
 
     def stepped(self, state: AgentState, aggregated: Array) -> AgentState:
-        """Take a step of the optimizer: θ + η v, θ + η v/‖v‖, or Adam's along v = `aggregated` [agent, d]."""
+        """Take a step of the optimizer along v = `aggregated` [agent, d].
+
+        θ + η v, θ + η v/‖v‖, or Adam's. With Adam at the agents it is θ + η v: the messages are scaled already.
+        """
 
         def of_agent(
             numbers: tuple[Array, ...], optimizer: optax.OptState, parameters: Array, aggregated: Array
@@ -236,8 +240,7 @@ class Agent(Component, ABC):
             updates, optimizer = self._transform(*numbers).update(-aggregated, optimizer)  # optax descends
             return parameters + jnp.asarray(updates), optimizer
 
-        decay = 0.0 if self.decay is None else self.decay
-        numbers = self.step_size, self.adam_epsilon, decay, self.expected_steps
+        numbers = self.step_size, self.adam_epsilon, 0.0 if self.decay is None else self.decay
         of_agents = tuple(jnp.broadcast_to(each, len(aggregated)) for each in numbers)
         moved, optimizer = jax.vmap(of_agent)(of_agents, state.optimizer, state.parameters, aggregated)
         return replace(state, parameters=moved, optimizer=optimizer)
@@ -264,9 +267,7 @@ class Agent(Component, ABC):
 class PAGEAgent(Agent):
     """An agent of the paper: it plays whole episodes, large batches of them and small ones, which PAGE corrects."""
 
-    numbers: ClassVar[tuple[str, ...]] = (
-        *("discount", "gate", "momentum", "step_size", "adam_epsilon", "decay", "expected_steps"),
-    )
+    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "momentum", "step_size", "adam_epsilon", "decay")
     unit: ClassVar[Literal["trajectories", "steps"]] = "trajectories"
 
     large_batch: int  # N
