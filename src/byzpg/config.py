@@ -63,6 +63,7 @@ PAPER: dict[str, Any] = {
     "gate": 1.0,
     "momentum": 0.0,
     "transport": False,
+    "decay": 0.0,
     "aggregator": RFA(),
     "agreement": MDA(),
     "rounds": 5,
@@ -75,6 +76,7 @@ FORMERLY: dict[str, Any] = {
     "adam_epsilon": ADAM_EPSILON,
     "momentum": 0.0,
     "transport": False,
+    "decay": 0.0,
     "ppo": PPO(),
 }
 PRESETS: dict[str, dict[str, Any]] = {
@@ -309,7 +311,8 @@ class Config:
     conventions: Conventions | str | None = None
     """Where implementations differ (θ_0, the coin, what the correction refers to): Paper, or AuthorsScript."""
     optimizer: Optimizer | None = None
-    """Optimizer: adam, plain sgd as in the theory, or normalized: steps of length η."""
+    """Optimizer: adam; local-adam, where each agent scales its message by Adam before it is aggregated; plain sgd as in
+    the theory; or normalized: steps of length η."""
     step_size: float | Literal["theory"] | None = None
     """Step size η; theory: computed from p, K, f and the next two options, for SGD."""
     smoothness: float = 1e3
@@ -317,6 +320,8 @@ class Config:
     correction_noise: float = 1e5
     """Constant C of the PAGE correction's noise, for step_size = theory, where η ≤ 1/(2√A) and, for DecByzPG, A =
     C(α/p² + 1/(pK)). The default is a guess."""
+    decay: float | None = None
+    """Share of the step size that is gone at the end of the run, in [0, 1]; it falls linearly. 0: constant."""
     adam_epsilon: float | None = None
     """Adam's ε. Gradients much smaller than ε lead to small steps; with 1e-8 even rounding errors lead to full
     steps."""
@@ -372,7 +377,7 @@ class Config:
         if task is not None and values.setdefault("horizon", task.horizon) is None:
             raise ValueError(f"{env} does not limit the length of its episodes: set horizon, in steps.")
         values = {option: _component(option, value) for option, value in values.items()}
-        if values["optimizer"] != "adam" and self.adam_epsilon is None:  # the preset's is for Adam
+        if values["optimizer"] not in ("adam", "local-adam") and self.adam_epsilon is None:  # the preset's is for Adam
             values["adam_epsilon"] = ADAM_EPSILON
         values.setdefault("num_agents", 1 if ALGORITHMS[name].single else 13)
         values.setdefault("num_byzantine", _most_tolerated(values))
@@ -570,6 +575,7 @@ class Settings:
     conventions: Conventions
     optimizer: Optimizer
     step_size: float
+    decay: float
     adam_epsilon: float
     policy: Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
@@ -627,6 +633,11 @@ class Settings:
             shared_coin=self.coins == "shared",
         )
 
+    @property
+    def _expected_updates(self) -> float:
+        """The number of updates of a run, on average over coins."""
+        return self.schedule().expected_iterations * (self.ppo.num_updates if self.has_critic else 1)
+
     def federation(self) -> Federation:
         """The federation this describes."""
         algorithm = ALGORITHMS[self.algorithm]
@@ -634,6 +645,7 @@ class Settings:
             "env": envs.make(self.env),
             "policy": self.bound_policy(),
             "momentum": self.momentum or None,
+            "decay": self.decay / self._expected_updates if self.decay else None,
             "anchored": algorithm.anchored,
         }
         agent = algorithm.agent(**{option.name: options[option.name] for option in fields(algorithm.agent)})
@@ -713,11 +725,20 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     for option in ("step_size", "adam_epsilon"):
         if not 0 < values[option] < inf:
             raise ValueError(f"{option} must be positive and finite, got {values[option]}.")
-    if values["optimizer"] != "adam" and values["adam_epsilon"] != ADAM_EPSILON:
+    if values["optimizer"] not in ("adam", "local-adam") and values["adam_epsilon"] != ADAM_EPSILON:
         raise ValueError(
             f"adam_epsilon = {values['adam_epsilon']} has no effect with {values['optimizer']}: leave it out, or use "
             "optimizer = 'adam'."
         )
+    if values["optimizer"] == "local-adam" and not values["momentum"]:
+        raise ValueError("local-adam scales the agents' momentum: set momentum, or use optimizer = 'adam'.")
+    if values["optimizer"] == "local-adam" and values["switch_probability"] < 1:
+        raise ValueError(
+            "local-adam aggregates scaled messages, which small batches cannot correct: set switch_probability = 1, or "
+            "use optimizer = 'adam'."
+        )
+    if not 0 <= values["decay"] <= 1:
+        raise ValueError(f"decay must lie in [0, 1], got {values['decay']}.")
     if not 0 <= values["momentum"] < 1:
         raise ValueError(f"momentum must lie in [0, 1), got {values['momentum']}.")
     if values["gate"] != "health" and not 0 <= values["gate"] <= 1:

@@ -83,6 +83,19 @@ def test_normalized_steps_have_the_length_of_the_step_size() -> None:
     np.testing.assert_array_equal(still.parameters, state.parameters)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_steps_decay_linearly_over_the_run(optimizer: str) -> None:
+    """Twelve trajectories in batches of three are four updates; the step before the k-th has lost 0.8 (k − 1)/4."""
+    options: dict[str, Any] = {"large_batch": 3, "small_batch": 3, "switch_probability": 1.0, "trajectories": 12}
+    learner = agent(optimizer=optimizer, momentum=SHARE, decay=0.8, adam_epsilon=1e-8, **options)
+    state = learner.initial(jnp.zeros((2, learner.dimension)))
+    for number in range(5):
+        before = state.parameters
+        state = learner.advance(state, before, jnp.ones_like(before), True)
+        expected = STEP * (1 - 0.8 * number / 4)
+        np.testing.assert_allclose(state.parameters - before, np.full(before.shape, expected), rtol=1e-3)
+
+
 @pytest.mark.parametrize(("algorithm", "anchored"), [("SVRPG", True), ("PAGE-PG", False)])
 def test_small_batches_of_svrpg_correct_the_last_large_batch(algorithm: str, anchored: bool) -> None:
     learner = agent(algorithm=algorithm, optimizer="sgd")
@@ -152,6 +165,25 @@ def test_a_history_is_the_mean_of_the_agents_own_estimates_weighted_by_their_age
         weights = (1 - SHARE) * SHARE ** np.arange(step - 1.0, -1, -1) / (1 - SHARE**step)
         assert np.isclose(weights.sum(), 1)
         np.testing.assert_allclose(message, np.einsum("s,sad->ad", weights, estimates[:step]), rtol=1e-5, atol=1e-6)
+
+
+def test_adam_at_the_agents_scales_messages_by_the_agents_own_squares_and_steps_by_the_step_size_alone() -> None:
+    learner = agent(momentum=SHARE, optimizer="local-adam", adam_epsilon=1e-3)
+    estimates = draws(4, learner.dimension) * np.logspace(-3, 2, learner.dimension, dtype=np.float32)
+    state = learner.initial(jnp.zeros((2, learner.dimension)))
+    history, mean, square = learner.initial_history(state.parameters), 0.0, 0.0
+    for step, estimate in enumerate(estimates.astype(float), start=1):
+        history, message = learner.remember(history, jnp.asarray(estimate, jnp.float32))
+        mean, square = SHARE * mean + (1 - SHARE) * estimate, 0.999 * square + 0.001 * estimate**2
+        expected = mean / (1 - SHARE**step) / (np.sqrt(square / (1 - 0.999**step)) + 1e-3)
+        np.testing.assert_allclose(message, expected, rtol=1e-3, atol=1e-5)
+    moved = learner.advance(state, message, message, True).parameters
+    np.testing.assert_allclose(moved, STEP * message, rtol=1e-6)
+    spoiled = jnp.asarray(estimates[0]).at[0, 1].set(jnp.inf)
+    assert history is not None
+    kept: Any = learner.remember(history, spoiled)[0]
+    np.testing.assert_array_equal(kept.squares[0], history.squares[0])
+    assert np.any(np.asarray(kept.squares[1] != history.squares[1]))
 
 
 def test_without_momentum_the_message_is_the_estimate() -> None:

@@ -36,7 +36,10 @@ from byzpg.learning.policies import Policy
 from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
 from byzpg.robust.components import Component
 
-Optimizer = Literal["adam", "sgd", "normalized"]
+Optimizer = Literal["adam", "local-adam", "sgd", "normalized"]
+
+# The weight of the past in an agent's mean of squared gradients, as in Adam.
+SQUARES = 0.999
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +62,7 @@ class History:
     """
 
     mean: Array  # m_t [agent, d]
+    squares: Array | None  # mean square of every coordinate [agent, d], with Adam at the agents
     count: Array  # [agent], how many estimates it holds
 
 
@@ -90,6 +94,7 @@ class Agent(Component, ABC):
     optimizer: Optimizer
     step_size: Number  # η
     adam_epsilon: Number  # added to the root of Adam's second moment
+    decay: Number | None  # the share of η by which each step is smaller than the one before; None: η is constant
 
     # What differs between learners
 
@@ -156,13 +161,19 @@ class Agent(Component, ABC):
         ends = [*accumulate(self.blocks)]
         return [vectors[..., end - size : end] for size, end in zip(self.blocks, ends, strict=True)]
 
-    def _transform(self, step_size: Number = 0.0, adam_epsilon: Number = 0.0) -> optax.GradientTransformation:
-        if self.optimizer == "sgd":
-            return optax.sgd(step_size)
+    def _transform(
+        self, step_size: Number = 0.0, adam_epsilon: Number = 0.0, decay: Number = 0.0
+    ) -> optax.GradientTransformation:
+        def decaying(count: Array) -> Array:
+            return step_size * jnp.maximum(1 - decay * count, 0)
+
+        rate: Any = step_size if self.decay is None else decaying
+        if self.optimizer in ("sgd", "local-adam"):
+            return optax.sgd(rate)
         if self.optimizer == "normalized":
-            return optax.chain(optax.normalize_by_update_norm(eps=1e-12), optax.sgd(step_size))
+            return optax.chain(optax.normalize_by_update_norm(eps=1e-12), optax.sgd(rate))
         # A first moment on top of the agents' momentum would average twice, and learns more slowly than either.
-        return optax.adam(step_size, b1=0.9 if self.momentum is None else 0.0, eps=adam_epsilon)
+        return optax.adam(rate, b1=0.9 if self.momentum is None else 0.0, eps=adam_epsilon)
 
     def initial(self, parameters: Array) -> AgentState:
         """The state of agents that start from parameters [agent, d]."""
@@ -174,29 +185,43 @@ class Agent(Component, ABC):
         """The history of agents [agent, d] that have estimated nothing yet; None without momentum."""
         if self.momentum is None:
             return None
-        return History(jnp.zeros_like(parameters), jnp.zeros(len(parameters), jnp.int32))
+        blank = jnp.zeros_like(parameters)
+        squares = blank if self.optimizer == "local-adam" else None
+        return History(blank, squares, jnp.zeros(len(parameters), jnp.int32))
 
     def remember(self, history: History | None, estimate: Array) -> tuple[History | None, Array]:
         """The history with one more estimate ṽ_t [agent, d], and the message that the agents send.
 
         m_t = β m_{t−1} + (1 − β) ṽ_t, and the message is m_t/(1 − β^t) for the t-th estimate, which removes the weight
-        of m_0 = 0 (Karimireddy et al. 2021). Without momentum, the message is ṽ_t. A history skips estimates that are
-        not finite: they would never leave it.
+        of m_0 = 0 (Karimireddy et al. 2021). Without momentum, the message is ṽ_t. With Adam at the agents, each
+        coordinate is divided by the root of the agent's own mean square, so that no coordinate decides the distances
+        between messages. A history skips estimates that are not finite: they would never leave it.
         """
         if self.momentum is None or history is None:
             return history, estimate
         finite = jnp.all(jnp.isfinite(estimate), axis=1)
         share, count = per_agent(self.momentum, 2), history.count + 1
         mean = share * history.mean + (1 - share) * estimate
-        message = jnp.where(finite[:, None], mean / self._weight(count), estimate)
-        kept = History(jnp.where(finite[:, None], mean, history.mean), jnp.where(finite, count, history.count))
-        return kept, message
+        message, squares = mean / self._weight(count), None
+        if history.squares is not None:
+            squares = SQUARES * history.squares + (1 - SQUARES) * jnp.square(estimate)
+            roots = jnp.sqrt(squares / (1 - SQUARES ** count[:, None]))
+            message /= roots + per_agent(self.adam_epsilon, 2)
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(finite.reshape(-1, *[1] * (new.ndim - 1)), new, old),
+            History(mean, squares, count),
+            history,
+        )
+        return kept, jnp.where(finite[:, None], message, estimate)
 
     def recalled_history(self, direction: Array, count: Array) -> History | None:
-        """The history of agents [agent, d] that lost theirs: as if all their estimates had been `direction`."""
-        if self.momentum is None:
-            return None
-        return History(self._weight(count) * direction, count)
+        """The history of agents [agent, d] that lost theirs: as if all their estimates had been `direction`.
+
+        With Adam at the agents, `direction` is no estimate, and the history begins anew.
+        """
+        if self.momentum is None or self.optimizer == "local-adam":
+            return self.initial_history(direction)
+        return History(self._weight(count) * direction, None, count)
 
     def _weight(self, count: Array) -> Array:
         """The weight of `count` [agent] estimates in a history: 1 − β^count [agent, 1]."""
@@ -204,17 +229,20 @@ class Agent(Component, ABC):
         return 1 - per_agent(self.momentum, 2) ** count[:, None]
 
     def stepped(self, state: AgentState, aggregated: Array) -> AgentState:
-        """Take a step of the optimizer: θ + η v, θ + η v/‖v‖, or Adam's along v = `aggregated` [agent, d]."""
+        """Take a step of the optimizer along v = `aggregated` [agent, d].
+
+        θ + η v, θ + η v/‖v‖, or Adam's. With Adam at the agents it is θ + η v: the messages are scaled already.
+        """
 
         def of_agent(
-            step_size: Number, epsilon: Number, optimizer: optax.OptState, parameters: Array, aggregated: Array
+            numbers: tuple[Array, ...], optimizer: optax.OptState, parameters: Array, aggregated: Array
         ) -> tuple[Array, optax.OptState]:
-            updates, optimizer = self._transform(step_size, epsilon).update(-aggregated, optimizer)  # optax descends
+            updates, optimizer = self._transform(*numbers).update(-aggregated, optimizer)  # optax descends
             return parameters + jnp.asarray(updates), optimizer
 
-        step_sizes = jnp.broadcast_to(self.step_size, len(aggregated))
-        epsilons = jnp.broadcast_to(self.adam_epsilon, len(aggregated))
-        moved, optimizer = jax.vmap(of_agent)(step_sizes, epsilons, state.optimizer, state.parameters, aggregated)
+        numbers = self.step_size, self.adam_epsilon, 0.0 if self.decay is None else self.decay
+        of_agents = tuple(jnp.broadcast_to(each, len(aggregated)) for each in numbers)
+        moved, optimizer = jax.vmap(of_agent)(of_agents, state.optimizer, state.parameters, aggregated)
         return replace(state, parameters=moved, optimizer=optimizer)
 
     def advance(self, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
@@ -239,7 +267,7 @@ class Agent(Component, ABC):
 class PAGEAgent(Agent):
     """An agent of the paper: it plays whole episodes, large batches of them and small ones, which PAGE corrects."""
 
-    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "momentum", "step_size", "adam_epsilon")
+    numbers: ClassVar[tuple[str, ...]] = ("discount", "gate", "momentum", "step_size", "adam_epsilon", "decay")
     unit: ClassVar[Literal["trajectories", "steps"]] = "trajectories"
 
     large_batch: int  # N

@@ -61,7 +61,7 @@ class Batch:
 class PPOAgent(Agent):
     """An agent that plays on in its environments, and learns from every step several times."""
 
-    numbers: ClassVar[tuple[str, ...]] = ("discount", "momentum", "step_size", "adam_epsilon")
+    numbers: ClassVar[tuple[str, ...]] = ("discount", "momentum", "step_size", "adam_epsilon", "decay")
     unit: ClassVar[Literal["trajectories", "steps"]] = "steps"
 
     ppo: PPO

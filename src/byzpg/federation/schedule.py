@@ -181,6 +181,12 @@ class Schedule:
         """The key from which θ_0 of the first seed is drawn."""
         return jax.random.fold_in(jax.random.key(self.seed), INITIAL)
 
+    @property
+    def expected_iterations(self) -> float:
+        """The number of iterations that a run has on average over coins."""
+        mean = self.switch_probability * self.large_batch + (1 - self.switch_probability) * self.small_batch
+        return self.length / mean
+
     def plan(self, initial_parameters: Vectors) -> "Plan":
         """The batch of every iteration, which follows from the bits of θ_0 [d]."""
         coin = CommonCoin.of(initial_parameters)
