@@ -668,11 +668,6 @@ def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
         raise ValueError(
             f"horizon must be at most {task.horizon}, where {task.name} ends episodes; got {values['horizon']}."
         )
-    if values["steps"] is not None and isinstance(task, envs.HostTask):
-        raise ValueError(
-            f"{values['algorithm']} plays on in its environments, which works with the tasks of `byzpg list` that are "
-            f"written in JAX, and not yet with {values['env']}: use DecByzPG or another algorithm without a critic."
-        )
     space = task.action_space
     if values["attack"].changes_actions and isinstance(space, Box) and not space.bounded:
         raise ValueError(f"{values['attack']} takes uniform actions, and those of {task.name} have no bounds: {space}.")

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from byzpg import Config, resume, train
+from byzpg import Config, load, resume, train
 from byzpg.federation.agents import AgentState
 from byzpg.federation.members import Peer, Server, Worker, seeded_key
 from byzpg.federation.ppo import Batch, Memory, Played, PPOAgent
@@ -324,12 +325,22 @@ def iterated(members: list[Peer], iteration: int) -> None:
     assert vectors == [None] * 5
 
 
-@pytest.mark.parametrize("rule", ["TrimmedMean", "Bucketing(MDA())"])
-def test_peers_do_what_the_simulator_does(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "env"),
+    [
+        ("TrimmedMean", "CartPole-v1"),
+        ("Bucketing(MDA())", "CartPole-v1"),
+        ("TrimmedMean", "gymnasium:CartPole-v1"),
+        ("TrimmedMean", "envpool:CartPole-v1"),
+    ],
+)
+def test_peers_do_what_the_simulator_does(rule: str, env: str) -> None:
     """Also with a rule that looks at whole blocks, and draws random numbers for each block and exchange."""
-    options: dict[str, Any] = {"momentum": 0.7, "aggregator": rule}
+    options: dict[str, Any] = {"momentum": 0.7, "aggregator": rule, "env": env}
     members = peers(**options)
     assert members[0].exchanges == 4
+    if env.startswith("envpool"):
+        members[0].warm_up()  # what it plays there is forgotten
     for iteration in range(2):
         iterated(members, iteration)
     expected = after_two(num_attackers=0, **options).agents.parameters[0]
@@ -425,20 +436,59 @@ def test_a_run_without_a_critic_knows_its_steps() -> None:
     np.testing.assert_array_equal(run.metrics["episodes"], 4)
 
 
+class Stop(Exception):
+    pass
+
+
+def stop(progress: Progress) -> None:
+    if progress.progress >= 48:
+        raise Stop
+
+
 def test_a_run_that_was_stopped_ends_to_the_bit_as_one_that_was_not(tmp_path: Path) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(progress: Progress) -> None:
-        if progress.progress >= 48:
-            raise Stop
-
     longer: dict[str, Any] = TINY | {"steps": 16 * 12}
     with pytest.raises(Stop):
         train(Config(**longer), tmp_path / "run", stop)
     resumed, whole = resume(tmp_path / "run"), train(Config(**longer))
     np.testing.assert_array_equal(resumed.parameters["last"], whole.parameters["last"])
     np.testing.assert_array_equal(resumed.returns, whole.returns)
+
+
+@pytest.mark.parametrize("env", ["gymnasium:CartPole-v1", "envpool:CartPole-v1"])
+def test_on_a_host_task_a_resumed_run_begins_new_episodes(env: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = TINY | {"env": env, "attack": "RandomAction", "steps": 16 * 12}
+    whole = train(Config(**options))
+    np.testing.assert_array_equal(train(Config(**options)).parameters["last"], whole.parameters["last"])
+    with pytest.raises(Stop):
+        train(Config(**options), tmp_path / "run", stop)
+    copytree(tmp_path / "run", tmp_path / "copy")
+    done = load(tmp_path / "run").num_iterations[0]
+    assert done < 12
+    resumed, again = resume(tmp_path / "run"), resume(tmp_path / "copy")
+    np.testing.assert_array_equal(resumed.parameters["last"], again.parameters["last"])
+    for name, values in whole.metrics.items():
+        np.testing.assert_array_equal(resumed.metrics[name][:, :done], values[:, :done])
+    assert np.any(resumed.parameters["last"] != whole.parameters["last"])
+    # Episodes of an untrained policy are shorter than a run: their number goes on from where it was.
+    assert np.all(resumed.trajectories[:, -1] >= whole.trajectories[:, done - 1])
+    assert np.all(np.isfinite(resumed.returns))
+
+
+def test_blocks_of_a_host_run_go_on_in_one_venue() -> None:
+    simulation = simulation_of(Config(**(TINY | {"env": "gymnasium:CartPole-v1"})).resolved())
+
+    def episodes(blocks: list[list[int]], shared: bool) -> Any:
+        states, venue = simulation.start(), simulation.venue()
+        for block in blocks:
+            states, _ = simulation.run(states, block, 0, only_large=True, venue=venue if shared else None)
+        return simulation.fetched(states)[0]
+
+    whole, divided = episodes([[LARGE] * 3], True), episodes([[LARGE]] * 3, True)
+    for one, other in zip(*map(jax.tree.leaves, (whole, divided)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    apart = episodes([[LARGE]] * 3, False)
+    assert np.all(apart.memories.environments.elapsed <= 8)
+    assert np.any(whole.memories.environments.elapsed > 8)
 
 
 def test_federations_of_one_program_do_what_they_do_alone(tmp_path: Path) -> None:
@@ -489,7 +539,6 @@ def test_every_form_learns_and_only_the_robust_one_under_attack() -> None:
         ({"preset": "paper"}, "preset = paper is for the paper's algorithms, not for DecByzPPO: use tuned."),
         ({"ppo": "PPO(minibatches=7)"}, "PPO: minibatches must divide environments × segment = 512 steps, got 7."),
         ({"ppo": "PPO(lambda_=1)"}, "PPO has no option 'lambda_'"),
-        ({"env": "gymnasium:CartPole-v1"}, "not yet with gymnasium:CartPole-v1"),
     ],
 )
 def test_bad_options_are_one_clear_error(options: dict[str, Any], message: str) -> None:

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from byzpg.envs import Environment, HostTask
+from byzpg.envs import HostTask
 from byzpg.federation.agents import Agent, AgentState, History, Sampled
 from byzpg.learning.advantages import PPO, Steps, generalized_advantages, normalized, objective, shortened
 from byzpg.learning.gradients import Health
+from byzpg.learning.host_segments import Venue
 from byzpg.learning.policies import Critic
 from byzpg.learning.rollouts import PlayAttacks
 from byzpg.learning.segments import Environments, Segment, play_segment
@@ -89,11 +90,6 @@ class PPOAgent(Agent):
         return self.policy.dimension, self.critic.dimension
 
     @property
-    def _task(self) -> Environment:
-        assert not isinstance(self.env, HostTask)
-        return self.env
-
-    @property
     def _steps_alone(self) -> bool:
         """Whether agents take steps of their own between exchanges, and exchange how far these led."""
         return self.ppo.exchange_every > 1
@@ -105,7 +101,7 @@ class PPOAgent(Agent):
 
     def initial_memory(self, parameters: Array) -> Memory:
         return Memory(
-            Environments.initial(self._task, len(parameters), self.ppo.environments),
+            Environments.initial(self.env, len(parameters), self.ppo.environments),
             self.initial_history(parameters),
             jax.vmap(self._transform().init)(parameters) if self._steps_alone else None,
         )
@@ -120,13 +116,25 @@ class PPOAgent(Agent):
         """The parameters of the policies [agent, d], and where the environments stand."""
         return state.parameters[:, : self.policy.dimension], memory.environments
 
+    def venue(self) -> Venue | None:
+        return Venue(self.env) if isinstance(self.env, HostTask) else None
+
     def play(
-        self, request: tuple[Array, Environments], keys: Array, large: bool, attackers: PlayAttacks = ()
+        self,
+        request: tuple[Array, Environments],
+        keys: Array,
+        large: bool,
+        attackers: PlayAttacks = (),
+        venue: Venue | None = None,
     ) -> Played:
         """Play S steps in each of the agents' E environments."""
+        if isinstance(self.env, HostTask):
+            assert venue is not None
+            play = venue.play_segment
+        else:
+            play = partial(play_segment, self.env)
         return Played(
-            *play_segment(
-                self._task,
+            *play(
                 self.policy,
                 *request,
                 keys,
