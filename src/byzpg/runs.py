@@ -165,11 +165,11 @@ class Run:
             agent: Index of the agent; a run with a server has one.
             output: "last", "uniform", or None for what the settings say.
         """
-        policy = self.settings.bound_policy()
-        return TrainedPolicy(policy, self.held(seed, agent, output)[: policy.dimension])  # what follows is the critic's
+        learner = self.settings.federation().agent
+        return TrainedPolicy(learner.policy, np.asarray(learner.deployed(self.held(seed, agent, output)[None])[0]))
 
     def held(self, seed: int = 0, agent: int = 0, output: str | None = None) -> np.ndarray:
-        """The parameters θ [d] of one agent, with those of its critic if it has one; arguments as for `policy`."""
+        """The parameters θ [d] of one agent, with all that is not its policy's; arguments as for `policy`."""
         output = self.settings.output if output is None else output
         if output not in self.parameters:
             raise ValueError(f"output must be last or uniform, got {output!r}.")

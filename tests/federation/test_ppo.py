@@ -41,6 +41,7 @@ TINY: dict[str, Any] = {
     "steps": 96,
     "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, entropy=0.01)",
 }
+NORMALIZED = "PPO(environments=2, segment=8, epochs=2, minibatches=2, entropy=0.01, normalize_observations=True)"
 SERVED: dict[str, Any] = TINY | {"algorithm": "ByzPPO", "rounds": None}
 PLAIN: dict[str, Any] = TINY | {"algorithm": "Dec-PPO", "aggregator": None, "rounds": None, "num_byzantine": 0}
 ALONE: dict[str, Any] = PLAIN | {"algorithm": "PPO", "num_agents": 1}
@@ -226,14 +227,125 @@ def test_the_first_policy_is_almost_uniform_and_agents_start_alike() -> None:
     np.testing.assert_allclose(shares, 0.5, atol=0.02)
 
 
+# Normalized observations
+
+
+def networks_and_statistics(agent: PPOAgent, parameters: Any) -> tuple[np.ndarray, np.ndarray]:
+    size = agent.blocks[2]
+    return np.asarray(parameters)[..., :-size], np.asarray(parameters)[..., -size:]
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_what_is_deployed_does_with_observations_what_the_policy_does_with_normalized_ones(env: str) -> None:
+    agent = agent_of(ppo=NORMALIZED, env=env)
+    rng, size = np.random.default_rng(0), agent.policy.observation_size
+    mean, log_std = rng.normal(0, 3, size), rng.normal(0, 2, size)
+    parameters = np.asarray(agent.initial_parameters(jax.random.key(0))) + rng.normal(0, 0.3, agent.dimension)
+    parameters[-2 * size :] = [*mean, *log_std]
+    parameters = jnp.asarray(parameters, jnp.float32)
+    seen = mean + np.exp(log_std) * rng.normal(size=(50, size))
+    noise = jnp.asarray(rng.uniform(size=(50, agent.policy.noise_size)), jnp.float32)
+
+    def log_probabilities(flat: jax.Array, observations: np.ndarray) -> jax.Array:
+        weights = agent.policy.unflatten(flat)
+        outputs = agent.policy.outputs(weights, jnp.asarray(observations, jnp.float32))
+        return agent.policy.log_probability(weights, outputs, actions)
+
+    policy = parameters[: agent.policy.dimension]
+    normal = (seen - mean) / np.exp(log_std)
+    weights = agent.policy.unflatten(policy)
+    actions = agent.policy.draw(weights, agent.policy.outputs(weights, jnp.asarray(normal, jnp.float32)), noise)
+    (deployed,) = agent.deployed(parameters[None])
+    np.testing.assert_allclose(log_probabilities(deployed, seen), log_probabilities(policy, normal), atol=1e-4)
+    assert np.max(np.abs(log_probabilities(policy, seen) - log_probabilities(policy, normal))) > 0.1
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_the_first_iteration_measures_and_later_ones_follow(every: int) -> None:
+    agent = agent_of(ppo=NORMALIZED.replace(")", f", exchange_every={every})"), momentum=0.5)
+    state, memory, played, batch = a_batch(agent, 2)
+    start = state
+    for iteration in range(2):
+        before = state
+        for exchange in range(agent.num_exchanges):
+            memory, message = sent(agent, state, memory, batch, exchange)
+            state = advanced(agent, state, message, message)
+        if iteration == 0:
+            networks, found = networks_and_statistics(agent, state.parameters)
+            np.testing.assert_array_equal(networks, networks_and_statistics(agent, start.parameters)[0])
+            for ours, theirs in zip(*map(jax.tree.leaves, (state.optimizer, start.optimizer)), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+            assert np.all(np.asarray(memory.history.count) == 0)
+            seen = np.asarray(played.segment.observations, np.float64).reshape(2, -1, 4)
+            expected = np.concatenate([seen.mean(1), np.log(np.maximum(seen.std(1), 0.01))], axis=1)
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+            played, batch = digested(agent, state, memory, jax.random.split(jax.random.key(5), 2))
+            mean, log_std = np.split(found[:, None, None], 2, axis=-1)
+            normal = (np.asarray(played.segment.observations) - mean) / np.exp(log_std)
+            np.testing.assert_allclose(batch.steps.observations, normal, rtol=1e-3, atol=1e-3)
+    assert np.all(np.asarray(memory.history.count) == agent.num_updates)
+    old, new = (networks_and_statistics(agent, each.parameters) for each in (before, state))
+    assert np.all(np.any(old[0] != new[0], axis=1))
+    np.testing.assert_allclose(new[1] - old[1], 0.1 * (batch.statistics - old[1]), rtol=1e-3, atol=1e-5)
+
+
+def test_observations_of_any_scale_leave_the_parameters_finite() -> None:
+    agent = agent_of(ppo=NORMALIZED, activation="relu")
+    state, memory, played, _ = a_batch(agent, 2)
+    keys = jax.random.split(jax.random.key(3), 2)
+    request = agent.request(state, memory, keys, large=True)
+    large = replace(played.segment, observations=1e12 * played.segment.observations)
+    batch, _ = agent.digest(state, request, replace(played, segment=large), keys, large=True)
+    for exchange in range(agent.num_exchanges):
+        memory, message = sent(agent, state, memory, batch, exchange)
+        assert np.all(np.isfinite(message))
+        state = advanced(agent, state, message, message)
+    assert np.all(np.isfinite(state.parameters))
+
+
+@pytest.mark.parametrize(
+    ("options", "robust"),
+    [({"aggregator": "NNM(TrimmedMean())"}, True), ({"algorithm": "Fed-PPO", "aggregator": None}, False)],
+    ids=["robust", "mean"],
+)
+def test_huge_statistics_move_only_the_plain_mean(options: dict[str, Any], robust: bool) -> None:
+    attacked = SERVED | {"ppo": NORMALIZED, "attack": "LargeNoise", "num_attackers": 1} | options
+    simulation = simulation_of(Config(**attacked).resolved())
+    states, _ = simulation.run(simulation.start(), [LARGE], 0, only_large=True)
+    agent = agent_of(ppo=NORMALIZED)
+    parameters = simulation.fetched(states)[0].agents.parameters[0, 0]
+    root = jax.random.fold_in(jax.random.key(0), ITERATIONS)
+    keys = jnp.stack([stream_key(root, 0, play_stream(k)) for k in range(4)])  # of the honest agents
+    state = agent.initial(jnp.tile(simulation.initial_parameters()[0], (4, 1)))
+    _, batch = digested(agent, state, agent.initial_memory(state.parameters), keys)
+    honest, found = np.asarray(batch.statistics), networks_and_statistics(agent, parameters)[1]
+    inside = (found >= honest.min(axis=0) - 1e-5) & (found <= honest.max(axis=0) + 1e-5)
+    assert np.all(inside) == robust
+    assert robust or np.max(np.abs(found - honest.mean(axis=0))) > 1
+
+
+def test_a_trained_policy_has_the_statistics_in_it() -> None:
+    run = trained(**(TINY | {"ppo": NORMALIZED}))
+    policy, held = run.policy(1, 2), run.held(1, 2)
+    size = policy.policy.observation_size
+    assert policy.parameters.shape == (policy.policy.dimension,)
+    mean, log_std = held[-2 * size : -size], held[-size:]
+    assert np.all(log_std != 0)
+    weights = policy.policy.unflatten(jnp.asarray(held[: policy.policy.dimension]))
+    seen = np.random.default_rng(0).normal(0, 0.3, (40, size)).astype(np.float32)
+    scores = np.asarray(policy.policy.outputs(weights, jnp.asarray((seen - mean) / np.exp(log_std))))
+    np.testing.assert_array_equal(policy.act(seen), np.argmax(scores, axis=1))
+
+
 # Federations
 
 
-def test_a_federation_of_one_is_ppo_to_the_bit() -> None:
-    alone, one = trained(**ALONE), trained(**(PLAIN | {"num_agents": 1}))
+@pytest.mark.parametrize("ppo", [TINY["ppo"], NORMALIZED], ids=["plain", "normalized"])
+def test_a_federation_of_one_is_ppo_to_the_bit(ppo: str) -> None:
+    alone, one = trained(**(ALONE | {"ppo": ppo})), trained(**(PLAIN | {"num_agents": 1, "ppo": ppo}))
     np.testing.assert_array_equal(one.parameters["last"], alone.parameters["last"])
     np.testing.assert_array_equal(one.returns, alone.returns)
-    robust = trained(**(TINY | {"num_agents": 1, "num_byzantine": 0}))
+    robust = trained(**(TINY | {"num_agents": 1, "num_byzantine": 0, "ppo": ppo}))
     np.testing.assert_array_equal(robust.parameters["last"], alone.parameters["last"])
 
 
@@ -256,7 +368,6 @@ def one_by_one(options: dict[str, Any], num_iterations: int) -> np.ndarray:
     everyone, root = range(settings.num_agents), jax.random.fold_in(jax.random.key(settings.seed), ITERATIONS)
     first = agent.initial_parameters(settings.schedule().initial_key)[None]
     states, memories = [agent.initial(first) for _ in everyone], [agent.initial_memory(first) for _ in everyone]
-    split = agent.blocks[0]
     for iteration in range(num_iterations):
         batches = []
         for k in everyone:
@@ -269,7 +380,7 @@ def one_by_one(options: dict[str, Any], num_iterations: int) -> np.ndarray:
                 messages.append(np.asarray(message[0]))
             for k in everyone:
                 rows = np.stack([-row if j == 4 and j != k else row for j, row in enumerate(messages)])
-                parts = [rule(rows[:, part], num_byzantine=1) for part in (slice(None, split), slice(split, None))]
+                parts = [rule(part, num_byzantine=1) for part in agent.parts(rows)]
                 aggregated = jnp.concatenate([jnp.asarray(part) for part in parts])[None]
                 states[k] = advanced(agent, states[k], jnp.asarray(messages[k])[None], aggregated)
         held = [np.asarray(state.parameters[0]) for state in states]
@@ -288,8 +399,13 @@ def after_two(**options: Any) -> SimulationState:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"momentum": 0.5, "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"}],
-    ids=["gradients", "changes"],
+    [
+        {},
+        {"momentum": 0.5, "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"},
+        {"momentum": 0.5, "ppo": NORMALIZED},
+        {"momentum": 0.5, "ppo": NORMALIZED.replace(")", ", exchange_every=2)")},
+    ],
+    ids=["gradients", "changes", "normalized", "normalized changes"],
 )
 def test_the_simulator_does_what_agents_do_apart_from_each_other(options: dict[str, Any]) -> None:
     expected = one_by_one(TINY | options, 2)
@@ -326,17 +442,18 @@ def iterated(members: list[Peer], iteration: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "env"),
+    ("rule", "env", "ppo"),
     [
-        ("TrimmedMean", "CartPole-v1"),
-        ("Bucketing(MDA())", "CartPole-v1"),
-        ("TrimmedMean", "gymnasium:CartPole-v1"),
-        ("TrimmedMean", "envpool:CartPole-v1"),
+        ("TrimmedMean", "CartPole-v1", TINY["ppo"]),
+        ("Bucketing(MDA())", "CartPole-v1", TINY["ppo"]),
+        ("TrimmedMean", "CartPole-v1", NORMALIZED),
+        ("TrimmedMean", "gymnasium:CartPole-v1", TINY["ppo"]),
+        ("TrimmedMean", "envpool:CartPole-v1", NORMALIZED),
     ],
 )
-def test_peers_do_what_the_simulator_does(rule: str, env: str) -> None:
+def test_peers_do_what_the_simulator_does(rule: str, env: str, ppo: str) -> None:
     """Also with a rule that looks at whole blocks, and draws random numbers for each block and exchange."""
-    options: dict[str, Any] = {"momentum": 0.7, "aggregator": rule, "env": env}
+    options: dict[str, Any] = {"momentum": 0.7, "aggregator": rule, "env": env, "ppo": ppo}
     members = peers(**options)
     assert members[0].exchanges == 4
     if env.startswith("envpool"):
@@ -445,8 +562,9 @@ def stop(progress: Progress) -> None:
         raise Stop
 
 
-def test_a_run_that_was_stopped_ends_to_the_bit_as_one_that_was_not(tmp_path: Path) -> None:
-    longer: dict[str, Any] = TINY | {"steps": 16 * 12}
+@pytest.mark.parametrize("ppo", [TINY["ppo"], NORMALIZED], ids=["plain", "normalized"])
+def test_a_run_that_was_stopped_ends_to_the_bit_as_one_that_was_not(ppo: str, tmp_path: Path) -> None:
+    longer: dict[str, Any] = TINY | {"steps": 16 * 12, "ppo": ppo}
     with pytest.raises(Stop):
         train(Config(**longer), tmp_path / "run", stop)
     resumed, whole = resume(tmp_path / "run"), train(Config(**longer))

@@ -154,6 +154,10 @@ class Agent(Component, ABC):
         Without a memory (None), which a server has that samples alone, the message is the estimate itself.
         """
 
+    def deployed(self, parameters: Array) -> Array:
+        """The parameters of the policies that agents with θ [agent, d] act with."""
+        return parameters[:, : self.policy.dimension]
+
     # What all learners have in common
 
     @property
@@ -239,9 +243,7 @@ class Agent(Component, ABC):
         """‖∇J(θ)‖² [agent] at parameters [agent, d], exactly; NaN where the task cannot tell."""
         if not isinstance(self.env, Enumerable):
             return jnp.full(len(parameters), jnp.nan)
-        exact = exact_gradient(
-            self.env, self.policy, parameters[:, : self.policy.dimension], self.horizon, self.discount
-        )
+        exact = exact_gradient(self.env, self.policy, self.deployed(parameters), self.horizon, self.discount)
         return jnp.sum(jnp.square(exact), axis=1)
 
 
