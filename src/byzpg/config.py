@@ -157,6 +157,15 @@ PRESETS_ALONE: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+# Where to start from with MuJoCo's tasks, and not tuned: γ, λ, clip, epochs and networks of Schulman et al. 2017, with
+# larger minibatches and steps, so that agents exchange less often.
+MUJOCO: dict[str, Any] = {
+    "steps": 1_000_000,
+    "step_size": 1e-3,
+    "discount": 0.99,
+    "activation": "tanh",
+    "ppo": PPO(environments=4, segment=512, epochs=10, minibatches=8, reward_scale=0.1, normalize_observations=True),
+}
 # What the tuned preset says about algorithms with a critic, for every task and for some. CartPole's was chosen on seeds
 # 100–102; the others are where to start from.
 PPO_DEFAULTS: dict[str, Any] = {"steps": 500_000, "step_size": 1e-3, "momentum": 0.9, "adam_epsilon": 1e-5}
@@ -180,6 +189,9 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
         "hidden": (64, 64),
         "ppo": PPO(environments=4, segment=64, epochs=8, minibatches=1, reward_scale=0.1),
     },
+    "HalfCheetah-v4": MUJOCO,
+    "Hopper-v4": MUJOCO,
+    "Walker2d-v4": MUJOCO,
 }
 
 # Options of one kind of learner, at values that do nothing with the other kind.

@@ -3,7 +3,8 @@
 A directory holds
   config.json       every option, resolved; `Config.load` reads it
   provenance.json   the command, versions and machine
-  checkpoint.npz    what continues the run bit for bit: state, entries done, metrics so far, a hash of config.json
+  checkpoint.npz    what continues the run bit for bit: state, entries done, metrics so far, a hash of config.json;
+                    environments on the host that go on between iterations cannot be saved, and begin anew
   metrics.npz       once complete: trajectories (or steps, see `Run.progress`), large and every metric, all
                     [seed, iteration]
   parameters.npz    once complete: last, uniform [seed, agent, d] (at a server: one agent), and output_iteration [seed]

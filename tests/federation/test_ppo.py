@@ -260,7 +260,7 @@ def test_what_is_deployed_does_with_observations_what_the_policy_does_with_norma
     assert np.max(np.abs(log_probabilities(policy, seen) - log_probabilities(policy, normal))) > 0.1
 
 
-@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("every", [1, 4])
 def test_the_first_iteration_measures_and_later_ones_follow(every: int) -> None:
     agent = agent_of(ppo=NORMALIZED.replace(")", f", exchange_every={every})"), momentum=0.5)
     state, memory, played, batch = a_batch(agent, 2)
@@ -446,7 +446,6 @@ def iterated(members: list[Peer], iteration: int) -> None:
     [
         ("TrimmedMean", "CartPole-v1", TINY["ppo"]),
         ("Bucketing(MDA())", "CartPole-v1", TINY["ppo"]),
-        ("TrimmedMean", "CartPole-v1", NORMALIZED),
         ("TrimmedMean", "gymnasium:CartPole-v1", TINY["ppo"]),
         ("TrimmedMean", "envpool:CartPole-v1", NORMALIZED),
     ],
