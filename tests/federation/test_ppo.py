@@ -264,7 +264,7 @@ def test_what_is_deployed_does_with_observations_what_the_policy_does_with_norma
 def test_the_first_iteration_measures_and_later_ones_follow(every: int) -> None:
     agent = agent_of(ppo=NORMALIZED.replace(")", f", exchange_every={every})"), momentum=0.5)
     state, memory, played, batch = a_batch(agent, 2)
-    start = state
+    start = before = state
     for iteration in range(2):
         before = state
         for exchange in range(agent.num_exchanges):
@@ -592,7 +592,8 @@ def test_on_a_host_task_a_resumed_run_begins_new_episodes(env: str, tmp_path: Pa
 
 
 def test_blocks_of_a_host_run_go_on_in_one_venue() -> None:
-    simulation = simulation_of(Config(**(TINY | {"env": "gymnasium:CartPole-v1"})).resolved())
+    options: dict[str, Any] = TINY | {"env": "gymnasium:CartPole-v1"}
+    simulation = simulation_of(Config(**options).resolved())
 
     def episodes(blocks: list[list[int]], shared: bool) -> Any:
         states, venue = simulation.start(), simulation.venue()

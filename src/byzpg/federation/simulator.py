@@ -159,7 +159,7 @@ class Simulation:
         block = self._block(states, batches, output_iteration, takes_part)
         with clear_search_errors():
             if self.on_host:
-                return jax.block_until_ready(_run_on_host(*block, venue or self.venue()))
+                return jax.block_until_ready(_run_on_host(*block, venue=venue or self.venue()))
             states, packed = jax.block_until_ready(_run_block(*block, only_large=only_large))
         return states, tuple(Metrics(*np.moveaxis(each, 1, 0)) for each in devices.fetched(packed))
 
