@@ -283,6 +283,11 @@ def test_the_first_iteration_measures_and_later_ones_follow(every: int) -> None:
             mean, log_std = np.split(found[:, None, None], 2, axis=-1)
             normal = (np.asarray(played.segment.observations) - mean) / np.exp(log_std)
             np.testing.assert_allclose(batch.steps.observations, normal, rtol=1e-3, atol=1e-3)
+            for k, policy in enumerate(agent.parts(state.parameters)[0]):  # which played with what it learns from
+                weights, steps = agent.policy.unflatten(policy), steps_of(batch, k)
+                outputs = agent.policy.outputs(weights, steps.observations)
+                expected = agent.policy.log_probability(weights, outputs, steps.actions)
+                np.testing.assert_allclose(steps.log_probabilities, expected, rtol=1e-5, atol=1e-5)
     assert np.all(np.asarray(memory.history.count) == agent.num_updates)
     old, new = (networks_and_statistics(agent, each.parameters) for each in (before, state))
     assert np.all(np.any(old[0] != new[0], axis=1))
