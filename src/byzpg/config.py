@@ -159,6 +159,15 @@ PRESETS_ALONE: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+# Where to start from with MuJoCo's tasks, and not tuned: γ, λ, clip, epochs and networks of Schulman et al. 2017, with
+# larger minibatches and steps, so that agents exchange less often.
+MUJOCO: dict[str, Any] = {
+    "steps": 1_000_000,
+    "step_size": 1e-3,
+    "discount": 0.99,
+    "activation": "tanh",
+    "ppo": PPO(environments=4, segment=512, epochs=10, minibatches=8, reward_scale=0.1, normalize_observations=True),
+}
 # What the tuned preset says about algorithms with a critic, for every task and for some. docs/results/README.md says
 # on which seeds they were chosen, and which are only where to start from.
 PPO_DEFAULTS: dict[str, Any] = {
@@ -187,6 +196,9 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
         "hidden": (64, 64),
         "ppo": PPO(environments=4, segment=64, epochs=8, minibatches=1, reward_scale=0.1),
     },
+    "HalfCheetah-v4": MUJOCO,
+    "Hopper-v4": MUJOCO,
+    "Walker2d-v4": MUJOCO,
 }
 
 # Options of one kind of learner, at values that do nothing with the other kind.
@@ -310,7 +322,8 @@ class Config:
     first moment. 0: no momentum."""
     ppo: PPO | str | None = None
     """Options of algorithms with a critic: PPO(environments=8, segment=64, epochs=4, minibatches=4, exchange_every=1,
-    gae_lambda=0.95, clip=0.2, entropy=0, value=0.5, reward_scale=1, largest_norm=0.5)."""
+    gae_lambda=0.95, clip=0.2, entropy=0, value=0.5, reward_scale=1, largest_norm=0.5,
+    normalize_observations=False)."""
     transport: bool | None = None
     """Play large batches ahead of the parameters, so that the agents' momentum does not lag behind them (N-PG-IGT)."""
     conventions: Conventions | str | None = None
@@ -696,11 +709,6 @@ def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
     if task.horizon is not None and values["horizon"] > task.horizon:
         raise ValueError(
             f"horizon must be at most {task.horizon}, where {task.name} ends episodes; got {values['horizon']}."
-        )
-    if values["steps"] is not None and isinstance(task, envs.HostTask):
-        raise ValueError(
-            f"{values['algorithm']} plays on in its environments, which works with the tasks of `byzpg list` that are "
-            f"written in JAX, and not yet with {values['env']}: use DecByzPG or another algorithm without a critic."
         )
     space = task.action_space
     if values["attack"].changes_actions and isinstance(space, Box) and not space.bounded:

@@ -3,7 +3,8 @@
 A directory holds
   config.json       every option, resolved; `Config.load` reads it
   provenance.json   the command, versions and machine
-  checkpoint.npz    what continues the run bit for bit: state, entries done, metrics so far, a hash of config.json
+  checkpoint.npz    what continues the run bit for bit: state, entries done, metrics so far, a hash of config.json;
+                    environments on the host that go on between iterations cannot be saved, and begin anew
   metrics.npz       once complete: trajectories (or steps, see `Run.progress`), large and every metric, all
                     [seed, iteration]
   parameters.npz    once complete: last, uniform [seed, agent, d] (at a server: one agent), and output_iteration [seed]
@@ -167,11 +168,11 @@ class Run:
             agent: Index of the agent; a run with a server has one.
             output: "last", "uniform", or None for what the settings say.
         """
-        policy = self.settings.bound_policy()
-        return TrainedPolicy(policy, self.held(seed, agent, output)[: policy.dimension])  # what follows is the critic's
+        learner = self.settings.federation().agent
+        return TrainedPolicy(learner.policy, np.asarray(learner.deployed(self.held(seed, agent, output)[None])[0]))
 
     def held(self, seed: int = 0, agent: int = 0, output: str | None = None) -> np.ndarray:
-        """The parameters θ [d] of one agent, with those of its critic if it has one; arguments as for `policy`."""
+        """The parameters θ [d] of one agent, with all that is not its policy's; arguments as for `policy`."""
         output = self.settings.output if output is None else output
         if output not in self.parameters:
             raise ValueError(f"output must be last or uniform, got {output!r}.")

@@ -84,7 +84,8 @@ def train(config: Config, directory: str | Path | None = None, on_progress: OnPr
 def resume(directory: str | Path, on_progress: OnProgress | None = None) -> Run:
     """Continue a run from its last checkpoint; a complete run is only loaded.
 
-    On the same machine, with the same number of JAX devices, the result is bit-identical to an uninterrupted run.
+    On the same machine, with the same number of JAX devices, the result is bit-identical to an uninterrupted run. There
+    is one exception: agents with a critic begin new episodes on a host task, whose environments cannot be saved.
     """
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
@@ -267,6 +268,7 @@ class _Program:
             self.blocks = [[checkpoint.metrics] for checkpoint in checkpoints]
         else:
             self.states = self.simulation.start()
+        self.venue = self.simulation.venue()
         self.next_save = self.started + CHECKPOINT_SECONDS
         self.pace = inf  # seconds per iteration of the last block; nothing is known of the first one
 
@@ -309,6 +311,7 @@ class _Program:
             timetable.output_iterations,
             takes_part=takes_part,
             only_large=bool(np.all(timetable.large)),
+            venue=self.venue,
         )
         for blocks, block in zip(self.blocks, latest, strict=True):
             blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})

@@ -148,7 +148,9 @@ def test_environments_that_do_not_match_their_description(name: str, message: st
 def test_an_error_inside_a_task_names_the_task() -> None:
     with host_task("host_tasks:old").stage(2) as stage:
         stage.reset(np.arange(2))
-        with pytest.raises(ValueError, match=r"host_tasks:old: step failed \(ValueError: not enough values to unpack"):
+        with pytest.raises(
+            ValueError, match=r"host_tasks:old: step failed \(ValueError: step returned 4 values, as in Gym"
+        ):
             stage.step(np.arange(2), np.zeros(2, np.int32))
 
 

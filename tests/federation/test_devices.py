@@ -262,8 +262,8 @@ WITH_CRITIC = Config(
     hidden=(4,),
     horizon=20,
     num_seeds=1,
-    steps=256,
-    ppo="PPO(environments=8, segment=16, epochs=1, minibatches=2)",
+    steps=384,
+    ppo="PPO(environments=8, segment=16, epochs=1, minibatches=2, normalize_observations=True)",
 )
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from byzpg import Config, resume, train
+from byzpg import Config, load, resume, train
 from byzpg.federation.agents import AgentState
 from byzpg.federation.members import Peer, Worker, seeded_key
 from byzpg.federation.ppo import Batch, Memory, Played, PPOAgent
@@ -40,6 +41,7 @@ TINY: dict[str, Any] = {
     "steps": 96,
     "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, entropy=0.01)",
 }
+NORMALIZED = "PPO(environments=2, segment=8, epochs=2, minibatches=2, entropy=0.01, normalize_observations=True)"
 SERVED: dict[str, Any] = TINY | {"algorithm": "ByzPPO", "rounds": None}
 PLAIN: dict[str, Any] = TINY | {"algorithm": "Dec-PPO", "aggregator": None, "rounds": None, "num_byzantine": 0}
 ALONE: dict[str, Any] = PLAIN | {"algorithm": "PPO", "num_agents": 1}
@@ -225,14 +227,130 @@ def test_the_first_policy_is_almost_uniform_and_agents_start_alike() -> None:
     np.testing.assert_allclose(shares, 0.5, atol=0.02)
 
 
+# Normalized observations
+
+
+def networks_and_statistics(agent: PPOAgent, parameters: Any) -> tuple[np.ndarray, np.ndarray]:
+    size = agent.blocks[2]
+    return np.asarray(parameters)[..., :-size], np.asarray(parameters)[..., -size:]
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_what_is_deployed_does_with_observations_what_the_policy_does_with_normalized_ones(env: str) -> None:
+    agent = agent_of(ppo=NORMALIZED, env=env)
+    rng, size = np.random.default_rng(0), agent.policy.observation_size
+    mean, log_std = rng.normal(0, 3, size), rng.normal(0, 2, size)
+    parameters = np.asarray(agent.initial_parameters(jax.random.key(0))) + rng.normal(0, 0.3, agent.dimension)
+    parameters[-2 * size :] = [*mean, *log_std]
+    parameters = jnp.asarray(parameters, jnp.float32)
+    seen = mean + np.exp(log_std) * rng.normal(size=(50, size))
+    noise = jnp.asarray(rng.uniform(size=(50, agent.policy.noise_size)), jnp.float32)
+
+    def log_probabilities(flat: jax.Array, observations: np.ndarray) -> jax.Array:
+        weights = agent.policy.unflatten(flat)
+        outputs = agent.policy.outputs(weights, jnp.asarray(observations, jnp.float32))
+        return agent.policy.log_probability(weights, outputs, actions)
+
+    policy = parameters[: agent.policy.dimension]
+    normal = (seen - mean) / np.exp(log_std)
+    weights = agent.policy.unflatten(policy)
+    actions = agent.policy.draw(weights, agent.policy.outputs(weights, jnp.asarray(normal, jnp.float32)), noise)
+    (deployed,) = agent.deployed(parameters[None])
+    np.testing.assert_allclose(log_probabilities(deployed, seen), log_probabilities(policy, normal), atol=1e-4)
+    assert np.max(np.abs(log_probabilities(policy, seen) - log_probabilities(policy, normal))) > 0.1
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_first_iteration_measures_and_later_ones_follow(every: int) -> None:
+    agent = agent_of(ppo=NORMALIZED.replace(")", f", exchange_every={every})"), momentum=0.5)
+    state, memory, played, batch = a_batch(agent, 2)
+    start = before = state
+    for iteration in range(2):
+        before = state
+        for exchange in range(agent.num_exchanges):
+            memory, message = sent(agent, state, memory, batch, exchange)
+            state = advanced(agent, state, message, message)
+        if iteration == 0:
+            networks, found = networks_and_statistics(agent, state.parameters)
+            np.testing.assert_array_equal(networks, networks_and_statistics(agent, start.parameters)[0])
+            for ours, theirs in zip(*map(jax.tree.leaves, (state.optimizer, start.optimizer)), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+            assert np.all(np.asarray(memory.history.count) == 0)
+            seen = np.asarray(played.segment.observations, np.float64).reshape(2, -1, 4)
+            expected = np.concatenate([seen.mean(1), np.log(np.maximum(seen.std(1), 0.01))], axis=1)
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+            played, batch = digested(agent, state, memory, jax.random.split(jax.random.key(5), 2))
+            mean, log_std = np.split(found[:, None, None], 2, axis=-1)
+            normal = (np.asarray(played.segment.observations) - mean) / np.exp(log_std)
+            np.testing.assert_allclose(batch.steps.observations, normal, rtol=1e-3, atol=1e-3)
+            for k, policy in enumerate(agent.parts(state.parameters)[0]):  # which played with what it learns from
+                weights, steps = agent.policy.unflatten(policy), steps_of(batch, k)
+                outputs = agent.policy.outputs(weights, steps.observations)
+                expected = agent.policy.log_probability(weights, outputs, steps.actions)
+                np.testing.assert_allclose(steps.log_probabilities, expected, rtol=1e-5, atol=1e-5)
+    assert np.all(np.asarray(memory.history.count) == agent.num_updates)
+    old, new = (networks_and_statistics(agent, each.parameters) for each in (before, state))
+    assert np.all(np.any(old[0] != new[0], axis=1))
+    np.testing.assert_allclose(new[1] - old[1], 0.1 * (batch.statistics - old[1]), rtol=1e-3, atol=1e-5)
+
+
+def test_observations_of_any_scale_leave_the_parameters_finite() -> None:
+    agent = agent_of(ppo=NORMALIZED, activation="relu")
+    state, memory, played, _ = a_batch(agent, 2)
+    keys = jax.random.split(jax.random.key(3), 2)
+    request = agent.request(state, memory, keys, large=True)
+    large = replace(played.segment, observations=1e12 * played.segment.observations)
+    batch, _ = agent.digest(state, request, replace(played, segment=large), keys, large=True)
+    for exchange in range(agent.num_exchanges):
+        memory, message = sent(agent, state, memory, batch, exchange)
+        assert np.all(np.isfinite(message))
+        state = advanced(agent, state, message, message)
+    assert np.all(np.isfinite(state.parameters))
+
+
+@pytest.mark.parametrize(
+    ("options", "robust"),
+    [({"aggregator": "NNM(TrimmedMean())"}, True), ({"algorithm": "Fed-PPO", "aggregator": None}, False)],
+    ids=["robust", "mean"],
+)
+def test_huge_statistics_move_only_the_plain_mean(options: dict[str, Any], robust: bool) -> None:
+    attacked = SERVED | {"ppo": NORMALIZED, "attack": "LargeNoise", "num_attackers": 1} | options
+    simulation = simulation_of(Config(**attacked).resolved())
+    states, _ = simulation.run(simulation.start(), [LARGE], 0, only_large=True)
+    agent = agent_of(ppo=NORMALIZED)
+    parameters = simulation.fetched(states)[0].agents.parameters[0, 0]
+    root = jax.random.fold_in(jax.random.key(0), ITERATIONS)
+    keys = jnp.stack([stream_key(root, 0, play_stream(k)) for k in range(4)])  # of the honest agents
+    state = agent.initial(jnp.tile(simulation.initial_parameters()[0], (4, 1)))
+    _, batch = digested(agent, state, agent.initial_memory(state.parameters), keys)
+    honest, found = np.asarray(batch.statistics), networks_and_statistics(agent, parameters)[1]
+    inside = (found >= honest.min(axis=0) - 1e-5) & (found <= honest.max(axis=0) + 1e-5)
+    assert np.all(inside) == robust
+    assert robust or np.max(np.abs(found - honest.mean(axis=0))) > 1
+
+
+def test_a_trained_policy_has_the_statistics_in_it() -> None:
+    run = trained(**(TINY | {"ppo": NORMALIZED}))
+    policy, held = run.policy(1, 2), run.held(1, 2)
+    size = policy.policy.observation_size
+    assert policy.parameters.shape == (policy.policy.dimension,)
+    mean, log_std = held[-2 * size : -size], held[-size:]
+    assert np.all(log_std != 0)
+    weights = policy.policy.unflatten(jnp.asarray(held[: policy.policy.dimension]))
+    seen = np.random.default_rng(0).normal(0, 0.3, (40, size)).astype(np.float32)
+    scores = np.asarray(policy.policy.outputs(weights, jnp.asarray((seen - mean) / np.exp(log_std))))
+    np.testing.assert_array_equal(policy.act(seen), np.argmax(scores, axis=1))
+
+
 # Federations
 
 
-def test_a_federation_of_one_is_ppo_to_the_bit() -> None:
-    alone, one = trained(**ALONE), trained(**(PLAIN | {"num_agents": 1}))
+@pytest.mark.parametrize("ppo", [TINY["ppo"], NORMALIZED], ids=["plain", "normalized"])
+def test_a_federation_of_one_is_ppo_to_the_bit(ppo: str) -> None:
+    alone, one = trained(**(ALONE | {"ppo": ppo})), trained(**(PLAIN | {"num_agents": 1, "ppo": ppo}))
     np.testing.assert_array_equal(one.parameters["last"], alone.parameters["last"])
     np.testing.assert_array_equal(one.returns, alone.returns)
-    robust = trained(**(TINY | {"num_agents": 1, "num_byzantine": 0}))
+    robust = trained(**(TINY | {"num_agents": 1, "num_byzantine": 0, "ppo": ppo}))
     np.testing.assert_array_equal(robust.parameters["last"], alone.parameters["last"])
 
 
@@ -255,7 +373,6 @@ def one_by_one(options: dict[str, Any], num_iterations: int) -> np.ndarray:
     everyone, root = range(settings.num_agents), jax.random.fold_in(jax.random.key(settings.seed), ITERATIONS)
     first = agent.initial_parameters(settings.schedule().initial_key)[None]
     states, memories = [agent.initial(first) for _ in everyone], [agent.initial_memory(first) for _ in everyone]
-    split = agent.blocks[0]
     for iteration in range(num_iterations):
         batches = []
         for k in everyone:
@@ -268,7 +385,7 @@ def one_by_one(options: dict[str, Any], num_iterations: int) -> np.ndarray:
                 messages.append(np.asarray(message[0]))
             for k in everyone:
                 rows = np.stack([-row if j == 4 and j != k else row for j, row in enumerate(messages)])
-                parts = [rule(rows[:, part], num_byzantine=1) for part in (slice(None, split), slice(split, None))]
+                parts = [rule(part, num_byzantine=1) for part in agent.parts(rows)]
                 aggregated = jnp.concatenate([jnp.asarray(part) for part in parts])[None]
                 states[k] = advanced(agent, states[k], jnp.asarray(messages[k])[None], aggregated)
         held = [np.asarray(state.parameters[0]) for state in states]
@@ -287,8 +404,13 @@ def after_two(**options: Any) -> SimulationState:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"momentum": 0.5, "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"}],
-    ids=["gradients", "changes"],
+    [
+        {},
+        {"momentum": 0.5, "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"},
+        {"momentum": 0.5, "ppo": NORMALIZED},
+        {"momentum": 0.5, "ppo": NORMALIZED.replace(")", ", exchange_every=2)")},
+    ],
+    ids=["gradients", "changes", "normalized", "normalized changes"],
 )
 def test_the_simulator_does_what_agents_do_apart_from_each_other(options: dict[str, Any]) -> None:
     expected = one_by_one(TINY | options, 2)
@@ -324,12 +446,22 @@ def iterated(members: list[Peer], iteration: int) -> None:
     assert vectors == [None] * 5
 
 
-@pytest.mark.parametrize("rule", ["TrimmedMean", "Bucketing(MDA())"])
-def test_peers_do_what_the_simulator_does(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "env", "ppo"),
+    [
+        ("TrimmedMean", "CartPole-v1", TINY["ppo"]),
+        ("Bucketing(MDA())", "CartPole-v1", TINY["ppo"]),
+        ("TrimmedMean", "gymnasium:CartPole-v1", TINY["ppo"]),
+        ("TrimmedMean", "envpool:CartPole-v1", NORMALIZED),
+    ],
+)
+def test_peers_do_what_the_simulator_does(rule: str, env: str, ppo: str) -> None:
     """Also with a rule that looks at whole blocks, and draws random numbers for each block and exchange."""
-    options: dict[str, Any] = {"momentum": 0.7, "aggregator": rule}
+    options: dict[str, Any] = {"momentum": 0.7, "aggregator": rule, "env": env, "ppo": ppo}
     members = peers(**options)
     assert members[0].exchanges == 4
+    if env.startswith("envpool"):
+        members[0].warm_up()  # what it plays there is forgotten
     for iteration in range(2):
         iterated(members, iteration)
     expected = after_two(num_attackers=0, **options).agents.parameters[0]
@@ -465,20 +597,61 @@ def test_a_run_without_a_critic_knows_its_steps() -> None:
     np.testing.assert_array_equal(run.metrics["episodes"], 4)
 
 
-def test_a_run_that_was_stopped_ends_to_the_bit_as_one_that_was_not(tmp_path: Path) -> None:
-    class Stop(Exception):
-        pass
+class Stop(Exception):
+    pass
 
-    def stop(progress: Progress) -> None:
-        if progress.progress >= 48:
-            raise Stop
 
-    longer: dict[str, Any] = TINY | {"steps": 16 * 12}
+def stop(progress: Progress) -> None:
+    if progress.progress >= 48:
+        raise Stop
+
+
+@pytest.mark.parametrize("ppo", [TINY["ppo"], NORMALIZED], ids=["plain", "normalized"])
+def test_a_run_that_was_stopped_ends_to_the_bit_as_one_that_was_not(ppo: str, tmp_path: Path) -> None:
+    longer: dict[str, Any] = TINY | {"steps": 16 * 12, "ppo": ppo}
     with pytest.raises(Stop):
         train(Config(**longer), tmp_path / "run", stop)
     resumed, whole = resume(tmp_path / "run"), train(Config(**longer))
     np.testing.assert_array_equal(resumed.parameters["last"], whole.parameters["last"])
     np.testing.assert_array_equal(resumed.returns, whole.returns)
+
+
+@pytest.mark.parametrize("env", ["gymnasium:CartPole-v1", "envpool:CartPole-v1"])
+def test_on_a_host_task_a_resumed_run_begins_new_episodes(env: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = TINY | {"env": env, "attack": "RandomAction", "steps": 16 * 12}
+    whole = train(Config(**options))
+    np.testing.assert_array_equal(train(Config(**options)).parameters["last"], whole.parameters["last"])
+    with pytest.raises(Stop):
+        train(Config(**options), tmp_path / "run", stop)
+    copytree(tmp_path / "run", tmp_path / "copy")
+    done = load(tmp_path / "run").num_iterations[0]
+    assert done < 12
+    resumed, again = resume(tmp_path / "run"), resume(tmp_path / "copy")
+    np.testing.assert_array_equal(resumed.parameters["last"], again.parameters["last"])
+    for name, values in whole.metrics.items():
+        np.testing.assert_array_equal(resumed.metrics[name][:, :done], values[:, :done])
+    assert np.any(resumed.parameters["last"] != whole.parameters["last"])
+    # Episodes of an untrained policy are shorter than a run: their number goes on from where it was.
+    assert np.all(resumed.trajectories[:, -1] >= whole.trajectories[:, done - 1])
+    assert np.all(np.isfinite(resumed.returns))
+
+
+def test_blocks_of_a_host_run_go_on_in_one_venue() -> None:
+    options: dict[str, Any] = TINY | {"env": "gymnasium:CartPole-v1"}
+    simulation = simulation_of(Config(**options).resolved())
+
+    def episodes(blocks: list[list[int]], shared: bool) -> Any:
+        states, venue = simulation.start(), simulation.venue()
+        for block in blocks:
+            states, _ = simulation.run(states, block, 0, only_large=True, venue=venue if shared else None)
+        return simulation.fetched(states)[0]
+
+    whole, divided = episodes([[LARGE] * 3], True), episodes([[LARGE]] * 3, True)
+    for one, other in zip(*map(jax.tree.leaves, (whole, divided)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    apart = episodes([[LARGE]] * 3, False)
+    assert np.all(apart.memories.environments.elapsed <= 8)
+    assert np.any(whole.memories.environments.elapsed > 8)
 
 
 def test_federations_of_one_program_do_what_they_do_alone(tmp_path: Path) -> None:
@@ -529,7 +702,6 @@ def test_every_form_learns_and_only_the_robust_one_under_attack() -> None:
         ({"preset": "paper"}, "preset = paper is for the paper's algorithms, not for DecByzPPO: use tuned."),
         ({"ppo": "PPO(minibatches=7)"}, "PPO: minibatches must divide environments × segment = 512 steps, got 7."),
         ({"ppo": "PPO(lambda_=1)"}, "PPO has no option 'lambda_'"),
-        ({"env": "gymnasium:CartPole-v1"}, "not yet with gymnasium:CartPole-v1"),
         ({"switch_probability": 0.5}, "switch_probability = 0.5 has no effect with DecByzPPO"),
         ({"algorithm": "ByzPPO"}, "rounds = 1 has no effect with ByzPPO: leave it out, or use DecByzPPO."),
         ({"algorithm": "Dec-PPO", "rounds": None}, "leave it out, or use ByzPPO or DecByzPPO."),

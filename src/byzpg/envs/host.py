@@ -37,10 +37,17 @@ class Outcome(NamedTuple):
 
 
 class Stage(Protocol):
-    """Environments that play one episode each, in step."""
+    """Environments that play episodes in step, one each at a time."""
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """Start episodes with these seeds, each below 2³¹; returns the first observations [episode, feature]."""
+        ...
+
+    def restart(self, episodes: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Start new episodes in place of the given ones, in ascending order; returns their first observations.
+
+        EnvPool goes on with the random numbers of its environments, whatever the seeds are.
+        """
         ...
 
     def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:
@@ -69,6 +76,15 @@ class HostTask(Component):
     action_space: Space
     horizon: int | None
     reward_threshold: float | None
+
+    def checked(self, kind: str, values: np.ndarray) -> np.ndarray:
+        """The same values if all are finite: a single NaN would spoil every gradient after it."""
+        if not np.all(np.isfinite(values)):
+            raise ValueError(
+                f"{self.name} gave the {kind} {values[~np.isfinite(values)][0]}: every number must be finite. "
+                "Fix the task, or wrap it so that such numbers are replaced."
+            )
+        return values
 
     @contextmanager
     def stage(self, num_episodes: int, drawn: bool = False) -> Iterator[Stage]:
@@ -288,15 +304,21 @@ def _raise(problem: str, error: Exception) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Environments:
-    """One environment of Gymnasium per episode, stepped one after the other."""
+    """One environment of Gymnasium per episode, stepped one after the other.
+
+    An episode depends only on its seed, not on earlier episodes.
+    """
 
     task: HostTask
     environments: list[Any]
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
-        """An episode depends only on its seed, not on earlier episodes."""
+        return self.restart(np.arange(len(self.environments)), seeds)
+
+    def restart(self, episodes: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         observations = []
-        for environment, seed in zip(self.environments, seeds.tolist(), strict=True):
+        for episode, seed in zip(episodes, seeds.tolist(), strict=True):
+            environment = self.environments[episode]
             try:
                 observation, _ = environment.reset(seed=seed)
             except Exception as error:
@@ -313,6 +335,11 @@ class _Environments:
             actions = _clipped(self.task.action_space, actions, space.dtype)
         try:
             outcomes = [self.environments[each].step(action) for each, action in zip(episodes, actions, strict=True)]
+            if any(len(outcome) == 4 for outcome in outcomes):
+                raise ValueError(
+                    "step returned 4 values, as in Gym before 0.26, and does not say which episodes were truncated; "
+                    "return observation, reward, terminated, truncated, info"
+                )
             observations, rewards, terminated, truncated, _ = zip(*outcomes, strict=True)
             numbers = np.asarray(rewards, np.float32).reshape(len(episodes))  # some tasks return arrays of size 1
         except Exception as error:
@@ -374,9 +401,9 @@ def _without_warnings() -> Iterator[None]:
 class _Pool:
     """All episodes in one pool of C++ environments, stepped by threads.
 
-    EnvPool seeds environments only when it makes them. Every batch of episodes therefore gets a new pool, so that an
-    episode depends only on its seed, and a resumed run is bit-identical. Making a pool takes a few milliseconds;
-    with MuJoCo, it takes two milliseconds per environment.
+    EnvPool seeds environments only when it makes them. Every batch of episodes that starts together therefore gets a
+    new pool, so that an episode depends only on its seed, and a resumed run is bit-identical. Making a pool takes a few
+    milliseconds; with MuJoCo, it takes two milliseconds per environment.
     """
 
     def __init__(self, task: HostTask) -> None:
@@ -389,6 +416,10 @@ class _Pool:
             self.pool = envpool.make(task_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds.tolist())
             self.dtype = self.pool.action_space.dtype
             observations, info = self.pool.reset()
+        return np.asarray(observations, np.float32)[np.argsort(info["env_id"])]
+
+    def restart(self, episodes: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        observations, info = self.pool.reset(episodes.astype(np.int32))
         return np.asarray(observations, np.float32)[np.argsort(info["env_id"])]
 
     def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:

@@ -32,6 +32,7 @@ from byzpg.learning.gradients import (
     per_agent,
 )
 from byzpg.learning.host_rollouts import play
+from byzpg.learning.host_segments import Venue
 from byzpg.learning.policies import Policy
 from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
 from byzpg.robust.components import Component
@@ -134,9 +135,18 @@ class Agent(Component, ABC):
     def request(self, state: AgentState, memory: Any, keys: Array, large: bool) -> Any:
         """What agents need to play a batch, with fresh keys [agent]; leaves lead with [agent]."""
 
+    def venue(self) -> Venue | None:
+        """Where agents play that go on in their environments on a host task; None if they need no such place."""
+        return None
+
     @abstractmethod
-    def play(self, request: Any, keys: Array, large: bool, attackers: PlayAttacks = ()) -> Any:
-        """Play what was requested, under attacks on play. On a host task, this must not be traced."""
+    def play(
+        self, request: Any, keys: Array, large: bool, attackers: PlayAttacks = (), venue: Venue | None = None
+    ) -> Any:
+        """Play what was requested, under attacks on play. On a host task, this must not be traced.
+
+        Its `venue` is the same in all iterations, and was opened for these agents alone.
+        """
 
     @abstractmethod
     def digest(self, state: AgentState, request: Any, experience: Any, keys: Array, large: bool) -> tuple[Any, Sampled]:
@@ -148,6 +158,10 @@ class Agent(Component, ABC):
 
         Without a memory (None), which a server has that samples alone, the message is the estimate itself.
         """
+
+    def deployed(self, parameters: Array) -> Array:
+        """The parameters of the policies that agents with θ [agent, d] act with."""
+        return parameters[:, : self.policy.dimension]
 
     # What all learners have in common
 
@@ -257,9 +271,7 @@ class Agent(Component, ABC):
         """‖∇J(θ)‖² [agent] at parameters [agent, d], exactly; NaN where the task cannot tell."""
         if not isinstance(self.env, Enumerable):
             return jnp.full(len(parameters), jnp.nan)
-        exact = exact_gradient(
-            self.env, self.policy, parameters[:, : self.policy.dimension], self.horizon, self.discount
-        )
+        exact = exact_gradient(self.env, self.policy, self.deployed(parameters), self.horizon, self.discount)
         return jnp.sum(jnp.square(exact), axis=1)
 
 
@@ -310,7 +322,9 @@ class PAGEAgent(Agent):
         share = per_agent(self.momentum, 2)
         return (state.parameters + share / (1 - share) * (state.parameters - state.previous))[:, None]
 
-    def play(self, request: Array, keys: Array, large: bool, attackers: PlayAttacks = ()) -> Episodes:
+    def play(
+        self, request: Array, keys: Array, large: bool, attackers: PlayAttacks = (), venue: Venue | None = None
+    ) -> Episodes:
         """Play a batch of episodes with the points of a `request` [agent, point, d], equally many with each."""
         num_agents, num_points, dimension = request.shape
         num_episodes = self.large_batch if large else self.small_batch

@@ -6,7 +6,7 @@ them, under a key of each member's own: a member with the simulator's key draws 
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import sha256
 from typing import Any
@@ -28,6 +28,7 @@ from byzpg.federation.schedule import (
     play_stream,
     round_stream,
 )
+from byzpg.learning.host_segments import Venue
 from byzpg.learning.rollouts import PlayAttacks
 from byzpg.robust.attacks import Attack, Knowledge
 from byzpg.robust.exchange import attack_key, rule_key
@@ -491,6 +492,8 @@ class _Player:
     agent: Agent
     key: Array
     as_simulated: bool
+    # Where it plays on a host task: by agent, as an attacker in a rehearsal plays for others, too.
+    venues: dict[int, Venue | None] = field(default_factory=dict)
 
     def stream(self, iteration: int, stream: int) -> Array:
         return _stream_key(self.key, iteration, stream)
@@ -513,7 +516,9 @@ class _Player:
         attack = attack if attack is not None and attack.poisons_play else None
         if isinstance(agent.env, HostTask):
             request = _request(agent, state, memory, keys, large)
-            experience = agent.play(request, keys, large, _on_play(attack))
+            if index not in self.venues:
+                self.venues[index] = agent.venue()
+            experience = agent.play(request, keys, large, _on_play(attack), self.venues[index])
         else:
             request, experience = _play(agent, state, memory, keys, large, attack)
         return _digest(agent, large, self.as_simulated, state, request, experience, keys)

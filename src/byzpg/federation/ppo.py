@@ -2,6 +2,11 @@
 
 θ is the policy's parameters followed by the critic's. Their gradients are aggregated each by itself: the critic's is
 longer, and would otherwise decide every distance.
+
+If observations are normalized, the third part of θ is their means and the logarithms of their standard deviations. In
+the last exchange of an iteration, agents send how far the statistics of their own steps would move them. So a robust
+rule protects them as it protects gradients. Since the first layer is linear, statistics and policy together are a
+policy that sees observations as they are: this is the one that plays, and the one that is deployed.
 """
 
 from dataclasses import dataclass, replace
@@ -13,10 +18,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from byzpg.envs import Environment, HostTask
+from byzpg.envs import HostTask
 from byzpg.federation.agents import Agent, AgentState, History, Sampled
-from byzpg.learning.advantages import PPO, Steps, generalized_advantages, normalized, objective, shortened
+from byzpg.learning.advantages import PPO, Steps, generalized_advantages, normalized, objective, shortened, statistics
 from byzpg.learning.gradients import Health
+from byzpg.learning.host_segments import Venue
 from byzpg.learning.policies import Critic
 from byzpg.learning.rollouts import PlayAttacks, where_agents
 from byzpg.learning.segments import Environments, Segment, play_segment
@@ -26,6 +32,9 @@ from byzpg.robust.components import with_numbers, without_numbers
 FIRST_POLICY = 0.01
 # The purpose of the keys of minibatches under an agent's key, beside those of play.
 MINIBATCHES = 6
+# The share of statistics that an iteration replaces. They follow the policy, which changes what is observed; so they
+# are a mean over the last ten iterations or so, and no mean over all of them. The first measurement counts in full.
+NEW_STATISTICS = 0.1
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +63,7 @@ class Batch:
 
     environments: Environments
     steps: Steps  # [agent, environment, time, ...]
+    statistics: Array | None  # of the observations [agent, 2n], if they are normalized
     keys: Array  # [agent, ...], the data of the keys of minibatches
 
 
@@ -74,7 +84,7 @@ class PPOAgent(Agent):
     def shared(self) -> tuple[Any, ...]:
         options = self.ppo
         counts = options.environments, options.segment, options.epochs, options.minibatches, options.exchange_every
-        return self.env, self.policy, self.horizon, counts
+        return self.env, self.policy, self.horizon, counts, options.normalize_observations
 
     @property
     def num_exchanges(self) -> int:
@@ -86,12 +96,8 @@ class PPOAgent(Agent):
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        return self.policy.dimension, self.critic.dimension
-
-    @property
-    def _task(self) -> Environment:
-        assert not isinstance(self.env, HostTask)
-        return self.env
+        networks = self.policy.dimension, self.critic.dimension
+        return (*networks, 2 * self.policy.observation_size) if self.ppo.normalize_observations else networks
 
     @property
     def _steps_alone(self) -> bool:
@@ -101,11 +107,12 @@ class PPOAgent(Agent):
     def initial_parameters(self, key: Array) -> Array:
         for_policy, for_critic = jax.random.split(key)
         policy = self.policy.with_last_layer(self.policy.initial(for_policy), FIRST_POLICY)
-        return jnp.concatenate([policy, self.critic.initial(for_critic)])
+        theta = jnp.concatenate([policy, self.critic.initial(for_critic)])
+        return jnp.pad(theta, (0, self.dimension - len(theta)))  # statistics that change nothing
 
     def initial_memory(self, parameters: Array) -> Memory:
         return Memory(
-            Environments.initial(self._task, len(parameters), self.ppo.environments),
+            Environments.initial(self.env, len(parameters), self.ppo.environments),
             self.initial_history(parameters),
             jax.vmap(self._transform().init)(parameters) if self._steps_alone else None,
         )
@@ -117,16 +124,35 @@ class PPOAgent(Agent):
         return Memory(blank.environments, self.recalled_history(direction, count * self.num_updates), None)
 
     def request(self, state: AgentState, memory: Memory, keys: Array, large: bool) -> tuple[Array, Environments]:
-        """The parameters of the policies [agent, d], and where the environments stand."""
-        return state.parameters[:, : self.policy.dimension], memory.environments
+        """The parameters of the policies [agent, ...], and where the environments stand."""
+        return self.deployed(state.parameters), memory.environments
+
+    def deployed(self, parameters: Array) -> Array:
+        policies, _, *statistics = self.parts(parameters)
+        if not statistics:
+            return policies
+        mean, log_std = jnp.split(statistics[0], 2, axis=1)
+        return jax.vmap(self.policy.with_normalized_inputs)(policies, mean, jnp.exp(log_std))
+
+    def venue(self) -> Venue | None:
+        return Venue(self.env) if isinstance(self.env, HostTask) else None
 
     def play(
-        self, request: tuple[Array, Environments], keys: Array, large: bool, attackers: PlayAttacks = ()
+        self,
+        request: tuple[Array, Environments],
+        keys: Array,
+        large: bool,
+        attackers: PlayAttacks = (),
+        venue: Venue | None = None,
     ) -> Played:
         """Play S steps in each of the agents' E environments."""
+        if isinstance(self.env, HostTask):
+            assert venue is not None
+            play = venue.play_segment
+        else:
+            play = partial(play_segment, self.env)
         return Played(
-            *play_segment(
-                self._task,
+            *play(
                 self.policy,
                 *request,
                 keys,
@@ -144,10 +170,12 @@ class PPOAgent(Agent):
 
         def of_agent(numbers: tuple[Array, ...], parameters: Array, segment: Segment) -> Steps:
             agent = with_numbers(code, numbers)
-            weights = agent.critic.unflatten(parameters[agent.policy.dimension :])
-            values, following = (
-                agent.critic.values(weights, seen) for seen in (segment.observations, segment.following)
-            )
+            _, critic, *agreed = agent.parts(parameters)
+            weights, observed = agent.critic.unflatten(critic), (segment.observations, segment.following)
+            if agreed:
+                mean, log_std = jnp.split(agreed[0], 2)
+                observed = tuple((each - mean) * jnp.exp(-log_std) for each in observed)
+            values, following = (agent.critic.values(weights, seen) for seen in observed)
             advantages = generalized_advantages(
                 agent.ppo.reward_scale * segment.rewards,
                 values,
@@ -158,7 +186,7 @@ class PPOAgent(Agent):
                 gae_lambda=agent.ppo.gae_lambda,
             )
             return Steps(
-                segment.observations,
+                observed[0],
                 segment.actions,
                 segment.log_probabilities,
                 normalized(advantages),
@@ -174,9 +202,28 @@ class PPOAgent(Agent):
         )
         steps = jax.vmap(of_agent)(numbers, state.parameters, experience.segment)
         minibatch_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, MINIBATCHES)
-        return Batch(environments, steps, jax.random.key_data(minibatch_keys)), sampled
+        seen = experience.segment.observations
+        measured = jax.vmap(statistics)(seen) if self.ppo.normalize_observations else None
+        return Batch(environments, steps, measured, jax.random.key_data(minibatch_keys)), sampled
 
     def message(self, state: AgentState, memory: Memory, batch: Batch, exchange: Array | int) -> tuple[Memory, Array]:
+        """What an agent learned in one exchange and, in the last one, how far its statistics would move those of θ."""
+        after, message = self._learned(state, memory, batch, exchange)
+        if batch.statistics is None:
+            return after, message
+        # Observations of any scale could spoil the networks: as long as nothing is measured, agents learn nothing else.
+        known, agreed = self._normalizes(state.parameters), self.parts(state.parameters)[2]
+        kept = replace(memory, environments=after.environments)
+        after = jax.tree.map(partial(where_agents, known), after, kept)
+        share = jnp.where(exchange == self.num_exchanges - 1, jnp.where(known, NEW_STATISTICS, 1), 0)[:, None]
+        learned = where_agents(known, message, jnp.zeros_like(message))
+        return after, learned.at[:, -agreed.shape[1] :].set(share * (batch.statistics - agreed))
+
+    def _normalizes(self, parameters: Array) -> Array:
+        """Whether agents [agent] with θ [agent, d] know statistics of their observations: before, these are all 0."""
+        return jnp.any(self.parts(parameters)[2] != 0, axis=1)
+
+    def _learned(self, state: AgentState, memory: Memory, batch: Batch, exchange: Array | int) -> tuple[Memory, Array]:
         """The gradient of the objective in one update or, with several updates, the change that they make."""
         if not self._steps_alone:
             estimate = self._gradient(state.parameters, batch, exchange)
@@ -199,6 +246,14 @@ class PPOAgent(Agent):
         return Memory(batch.environments, history, alone.optimizer), alone.parameters - state.parameters
 
     def advance(self, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
+        if not self.ppo.normalize_observations:
+            return self._moved(state, own, aggregated, large)
+        size = self.blocks[2]
+        moved = self._moved(state, own, aggregated.at[:, -size:].set(0), large)
+        moved = jax.tree.map(partial(where_agents, self._normalizes(state.parameters)), moved, state)
+        return replace(moved, parameters=moved.parameters.at[:, -size:].add(aggregated[:, -size:]))
+
+    def _moved(self, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
         if not self._steps_alone:
             return super().advance(state, own, aggregated, large)
         return replace(state, parameters=state.parameters + aggregated, previous=state.parameters, direction=aggregated)

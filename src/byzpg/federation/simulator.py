@@ -35,6 +35,7 @@ from byzpg.federation.schedule import (
     round_stream,
     stream_key,
 )
+from byzpg.learning.host_segments import Venue
 from byzpg.learning.rollouts import PlayAttacks
 from byzpg.robust.attacks import ByzantineSet, honest_mask
 from byzpg.robust.components import with_numbers, without_numbers
@@ -135,6 +136,7 @@ class Simulation:
         *,
         takes_part: np.ndarray | None = None,
         only_large: bool = False,
+        venue: Venue | None = None,
     ) -> tuple[States, tuple[Metrics, ...]]:
         """Run one iteration per entry of `batches`.
 
@@ -145,6 +147,8 @@ class Simulation:
             output_iteration: T̂, whose parameters are kept; one, or one per seed.
             takes_part: Which seeds take part in which entries [seed, entry]; the others stay as they are. Default: all.
             only_large: Whether no block of the run has a SMALL entry: a program without them compiles in half the time.
+            venue: Where agents play on from one block to the next on a host task, from `venue()`. Default: a new one
+                for this block, in which agents that play on begin new episodes.
 
         Returns:
             The states afterwards, and the values of metrics [seed, entry] of each federation, NaN where a seed took no
@@ -155,7 +159,7 @@ class Simulation:
         block = self._block(states, batches, output_iteration, takes_part)
         with clear_search_errors():
             if self.on_host:
-                return jax.block_until_ready(_run_on_host(*block))
+                return jax.block_until_ready(_run_on_host(*block, venue=venue or self.venue()))
             states, packed = jax.block_until_ready(_run_block(*block, only_large=only_large))
         return states, tuple(Metrics(*np.moveaxis(each, 1, 0)) for each in devices.fetched(packed))
 
@@ -176,6 +180,10 @@ class Simulation:
         outputs = jnp.broadcast_to(jnp.asarray(output_iteration, jnp.int32), len(self.seeds))
         block = _Block(jnp.asarray(batches), outputs, None if takes_part is None else jnp.asarray(takes_part))
         return states, keys, block, jnp.asarray(numbers), codes, self._mesh()
+
+    def venue(self) -> Venue | None:
+        """Where agents play on a host task that go on in their environments; None if no environment goes on."""
+        return self.federations[0].agent.venue()
 
     @property
     def on_host(self) -> bool:
@@ -375,7 +383,13 @@ def _by_federation(tables: tuple[_Table, ...], num_seeds: int, rows: Any) -> Any
 
 
 def _run_on_host(
-    states: States, keys: Keys, block: _Block, numbers: Array, codes: Federations, mesh: Mesh
+    states: States,
+    keys: Keys,
+    block: _Block,
+    numbers: Array,
+    codes: Federations,
+    mesh: Mesh,
+    venue: Venue | None,
 ) -> tuple[States, tuple[Metrics, ...]]:
     """As `_run_block`, for one federation with episodes from outside JAX."""
     metrics = []
@@ -388,7 +402,7 @@ def _run_on_host(
         now = _players_now(states, keys, numbers, codes=codes, large=large)
         players, request = jax.device_put(now, mesh.devices.flat[0])
         attacks = _attacks_on_play(_tables(codes), [players], len(keys.attackers))
-        experience = codes[0].agent.play(request, _merge(players.keys), large, attacks)
+        experience = codes[0].agent.play(request, _merge(players.keys), large, attacks, venue)
         states, (entry,) = _run_iteration(
             states,
             keys,

@@ -16,6 +16,8 @@ from byzpg.robust.components import Component, check_count, check_finite
 
 # Added to standard deviations and norms by which something is divided.
 TINY = 1e-8
+# An observation's standard deviation counts as at least this: one that was constant so far may still change.
+LEAST_STD = 0.01
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class PPO(Component):
         value: The weight of the critic's loss.
         reward_scale: The factor of rewards: advantages are normalized, but the critic has to reach the returns.
         largest_norm: The norm to which the gradient of the policy and that of the critic are cut before they are sent.
+        normalize_observations: Whether policy and critic see observations with mean 0 and standard deviation 1. The
+            statistics are part of θ, and agents aggregate and agree on them as on the rest. Iteration 0 only measures
+            them.
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("gae_lambda", "clip", "entropy", "value", "reward_scale", "largest_norm")
@@ -51,6 +56,7 @@ class PPO(Component):
     value: float = 0.5
     reward_scale: float = 1.0
     largest_norm: float = 0.5
+    normalize_observations: bool = False
 
     def __post_init__(self) -> None:
         counts = ("environments", "segment", "epochs", "minibatches", "exchange_every")
@@ -131,6 +137,12 @@ def generalized_advantages(
 def normalized(values: Array) -> Array:
     """The values, shifted and scaled to mean 0 and standard deviation 1."""
     return (values - jnp.mean(values)) / (jnp.std(values) + TINY)
+
+
+def statistics(observations: Array) -> Array:
+    """The mean of each feature of observations [..., feature], then the logarithm of each standard deviation [2n]."""
+    values = observations.reshape(-1, observations.shape[-1])
+    return jnp.concatenate([jnp.mean(values, axis=0), jnp.log(jnp.maximum(jnp.std(values, axis=0), LEAST_STD))])
 
 
 def objective(policy: Policy, critic: Critic, parameters: Array, steps: Steps, options: PPO) -> Array:

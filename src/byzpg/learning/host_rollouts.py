@@ -74,7 +74,7 @@ def play(
 
 def _play_on_stage(stage: Stage, record: "_Record", actor: "_Actor") -> None:
     """Step all episodes together until the last one has ended."""
-    observations = record.checked("observation", stage.reset(actor.seeds()))
+    observations = record.task.checked("observation", stage.reset(actor.seeds()))
     live = np.arange(record.num_rows)
     for time in range(record.clock.horizon):
         taken = actor.act(record.by_agent(observations), time)
@@ -85,8 +85,8 @@ def _play_on_stage(stage: Stage, record: "_Record", actor: "_Actor") -> None:
         record.actions[live, time] = actions
         record.log_probabilities[live, time] = log_probabilities
         outcome = stage.step(live, actions)
-        observations[live] = record.checked("observation", outcome.observations)
-        record.rewards[live, time] = record.checked("reward", outcome.rewards)
+        observations[live] = record.task.checked("observation", outcome.observations)
+        record.rewards[live, time] = record.task.checked("reward", outcome.rewards)
         record.lengths[live] += 1
         live = live[~(outcome.terminated | outcome.truncated)]
         if not len(live):
@@ -120,15 +120,6 @@ class _Record:
     def by_agent(self, rows: np.ndarray) -> np.ndarray:
         """[row, ...] → [agent, episode, ...]."""
         return rows.reshape(self.num_agents, self.num_episodes, *rows.shape[1:])
-
-    def checked(self, kind: str, values: np.ndarray) -> np.ndarray:
-        """The same values if all are finite: a single NaN would spoil every gradient after it."""
-        if not np.all(np.isfinite(values)):
-            raise ValueError(
-                f"{self.task.name} gave the {kind} {values[~np.isfinite(values)][0]}: every number must be finite. "
-                "Fix the task, or wrap it so that such numbers are replaced."
-            )
-        return values
 
     def episodes(self, recorded_rewards: Array, returns: Array) -> Episodes:
         return Episodes(
@@ -172,7 +163,7 @@ class _Actor:
                 self.attack_draws = _draws(
                     self.keys, piece, purpose=ATTACK_ACTIONS, shape=(*shape, self.action_space.size)
                 )
-        return _act(
+        return chosen_actions(
             self.weights,
             observations,
             self.noise,
@@ -214,7 +205,7 @@ def _draws(keys: Array, piece: int, *, purpose: int, shape: tuple[int, int, int]
 
 
 @partial(jax.jit, static_argnames=("policy", "space", "attacks"))
-def _act(
+def chosen_actions(
     weights: Weights,
     observations: Array,
     noise: Array,
@@ -226,7 +217,10 @@ def _act(
     space: Space,
     attacks: tuple[Attack, ...],
 ) -> tuple[Array, Array]:
-    """`_Actor.act`, at time step `within` of a piece with the draws `noise` and `attack_draws`."""
+    """The actions [agent, episode, ...] at observations [agent, episode, feature], and log π of them.
+
+    `noise` and `attack_draws` are draws [time, agent, episode, size], of which those of time step `within` are used.
+    """
     outputs = jax.vmap(policy.outputs)(weights, observations)
     action = jax.vmap(policy.draw)(weights, outputs, noise[within])
     if attack_draws is not None:

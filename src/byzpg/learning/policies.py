@@ -77,6 +77,13 @@ class Network(Component):
         first, end = sum(sizes[:-2]), sum(sizes)
         return parameters.at[first:end].multiply(factor)
 
+    def with_normalized_inputs(self, parameters: Array, mean: Array, std: Array) -> Array:
+        """The parameters of a network that does with x what this one does with (x − mean)/std [feature]."""
+        matrix_size, bias_size = (prod(shape) for shape in self._shapes[:2])
+        matrix = parameters[:matrix_size].reshape(self._shapes[0]) / std[:, None]
+        bias = parameters[matrix_size:][:bias_size] - jnp.dot(mean, matrix, precision=jax.lax.Precision.HIGHEST)
+        return jnp.concatenate([matrix.reshape(-1), bias, parameters[matrix_size + bias_size :]])
+
     def unflatten(self, parameters: Array) -> Weights:
         """Split the parameters into the weights [in, out] and biases [out] of the layers."""
         parts, start = [], 0

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from byzpg.envs import Environment
+from byzpg.envs import Environment, HostTask, Task
 from byzpg.learning.policies import Policy
 from byzpg.learning.rollouts import ATTACK_ACTIONS, ATTACK_REWARDS, NOISE, RESET, PlayAttacks, where_agents
 
@@ -47,10 +47,10 @@ class Environments:
         return jnp.where(known | (number == 0), self.latest, mean)
 
     @classmethod
-    def initial(cls, env: Environment, num_agents: int, num_environments: int) -> "Environments":
-        """Environments that have not been started."""
+    def initial(cls, env: Task, num_agents: int, num_environments: int) -> "Environments":
+        """Environments that have not been started; those of a host task are elsewhere, and have no state here."""
         shape = num_agents, num_environments
-        first = jax.eval_shape(env.reset, jax.random.key(0))
+        first = () if isinstance(env, HostTask) else jax.eval_shape(env.reset, jax.random.key(0))
         state = jax.tree.map(lambda leaf: jnp.zeros((*shape, *leaf.shape), leaf.dtype), first)
         blank, none = jnp.zeros(shape), jnp.zeros(shape, jnp.int32)
         return cls(state, jnp.full(shape, NOT_STARTED, jnp.int32), blank, blank, none)
@@ -94,18 +94,14 @@ def play_segment(
         attackers: Attacks on play. They change the actions and the recorded rewards of the agents in their masks.
     """
     num_environments = environments.elapsed.shape[1]
-    purposes = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(RESET + 1)))(keys)
     weights = jax.vmap(policy.unflatten)(parameters)
-
-    def draws(purpose: int, size: int) -> Array:
-        """Uniform draws [time, agent, environment, size]."""
-        shape = num_steps, num_environments, size
-        return jax.vmap(lambda key: jax.random.uniform(key, shape), out_axes=1)(purposes[:, purpose])
-
-    noise = draws(NOISE, policy.noise_size + env.noise_size)
+    shape = num_steps, num_environments
+    noise = draws(keys, NOISE, (*shape, policy.noise_size + env.noise_size))
     on_actions = [(attack, mask) for attack, mask in attackers if attack.changes_actions]
-    uniform = env.action_space.uniform(draws(ATTACK_ACTIONS, env.action_space.size)) if on_actions else None
-    starts = _starts(env, purposes[:, RESET], num_environments * -(-num_steps // STEPS_PER_START))
+    uniform = (
+        env.action_space.uniform(draws(keys, ATTACK_ACTIONS, (*shape, env.action_space.size))) if on_actions else None
+    )
+    starts = _starts(env, keys_for(keys, RESET), num_environments * -(-num_steps // STEPS_PER_START))
 
     def step(carry: tuple[Environments, Array], given: tuple[Array, Array | None]) -> Any:
         (here, used), (noise, uniform) = carry, given
@@ -141,10 +137,24 @@ def play_segment(
     before = _restarted(environments, environments.elapsed == NOT_STARTED, starts, jnp.zeros_like(environments.elapsed))
     (after, _), played = lax.scan(step, before, (noise, uniform))
     segment = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 2), played)
-    rewards = segment.rewards
+    return after, replace(segment, rewards=recorded_rewards(segment.rewards, keys, attackers))
+
+
+def keys_for(keys: Array, purpose: int) -> Array:
+    """The keys [agent] of a purpose."""
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, purpose)
+
+
+def draws(keys: Array, purpose: int, shape: tuple[int, int, int]) -> Array:
+    """Uniform draws [time, agent, environment, size], each agent's of a shape [time, environment, size]."""
+    return jax.vmap(lambda key: jax.random.uniform(key, shape), out_axes=1)(keys_for(keys, purpose))
+
+
+def recorded_rewards(rewards: Array, keys: Array, attackers: PlayAttacks) -> Array:
+    """What the agents record of the environment's rewards [agent, environment, time]."""
     for attack, mask in attackers:
-        rewards = where_agents(mask, jax.vmap(attack.record)(rewards, purposes[:, ATTACK_REWARDS]), rewards)
-    return after, replace(segment, rewards=rewards)
+        rewards = where_agents(mask, jax.vmap(attack.record)(rewards, keys_for(keys, ATTACK_REWARDS)), rewards)
+    return rewards
 
 
 def _starts(env: Environment, keys: Array, number: int) -> Any:
