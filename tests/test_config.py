@@ -465,7 +465,12 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"adam_epsilon": 0.0}, ["adam_epsilon must be positive and finite", "0.0"]),
     ({"adam_epsilon": 1e-3, "optimizer": "sgd"}, ["adam_epsilon = 0.001 has no effect with sgd", "'adam'"]),
     ({"coins": "common"}, ["coins must be 'per-seed' or 'shared'", "'common'"]),
-    ({"optimizer": "rmsprop"}, ["optimizer must be 'adam' or 'sgd'", "'rmsprop'"]),
+    ({"optimizer": "rmsprop"}, ["optimizer must be 'adam'", "'rmsprop'"]),
+    ({"decay": 1.5}, ["decay must lie in [0, 1]", "1.5"]),
+    (
+        {"optimizer": "local-adam", "switch_probability": 0.5},
+        ["small batches cannot correct", "switch_probability = 1"],
+    ),
     ({"conventions": "Script"}, ["no conventions 'Script'", "Did you mean 'AuthorsScript'?"]),
     ({"activation": "gelu"}, ["activation must be 'relu' or 'tanh'", "'gelu'"]),
     ({"output_tanh": "yes"}, ["output_tanh must be bool", "'yes'"]),

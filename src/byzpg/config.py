@@ -163,6 +163,7 @@ PRESETS_ALONE: dict[str, dict[str, dict[str, Any]]] = {
 # larger minibatches and steps, so that agents exchange less often.
 MUJOCO: dict[str, Any] = {
     "steps": 1_000_000,
+    "optimizer": "adam",
     "step_size": 1e-3,
     "discount": 0.99,
     "activation": "tanh",
@@ -190,15 +191,14 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
         "ppo": PPO(environments=4, segment=128, minibatches=1, gae_lambda=0.98, entropy=0.01, reward_scale=0.05),
     },
     "Pendulum-v1": {
-        "steps": 102_400,
-        "step_size": 3e-3,
+        "steps": 40_960,
+        "step_size": 2e-2,
+        "decay": 0.9,
         "discount": 0.95,
         "hidden": (64, 64),
-        "ppo": PPO(environments=4, segment=64, epochs=8, minibatches=1, reward_scale=0.1),
+        "ppo": PPO(environments=4, segment=128, epochs=4, minibatches=1, reward_scale=0.1),
     },
-    "HalfCheetah-v4": MUJOCO,
-    "Hopper-v4": MUJOCO,
-    "Walker2d-v4": MUJOCO,
+    **dict.fromkeys(("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"), MUJOCO),
 }
 
 # Options of one kind of learner, at values that do nothing with the other kind.
@@ -662,7 +662,8 @@ class Settings:
         options: dict[str, Any] = vars(self) | {
             "env": envs.make(self.env),
             "policy": self.bound_policy(),
-            "momentum": self.momentum or None,
+            # Adam at the agents needs a history, whatever β is.
+            "momentum": self.momentum if self.optimizer == "local-adam" else self.momentum or None,
             "decay": self.decay / self._expected_updates if self.decay else None,
             "anchored": algorithm.anchored,
         }
@@ -743,8 +744,6 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
             f"adam_epsilon = {values['adam_epsilon']} has no effect with {values['optimizer']}: leave it out, or use "
             "optimizer = 'adam'."
         )
-    if values["optimizer"] == "local-adam" and not values["momentum"]:
-        raise ValueError("local-adam scales the agents' momentum: set momentum, or use optimizer = 'adam'.")
     if values["optimizer"] == "local-adam" and values["switch_probability"] < 1:
         raise ValueError(
             "local-adam aggregates scaled messages, which small batches cannot correct: set switch_probability = 1, or "

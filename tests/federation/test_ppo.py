@@ -35,6 +35,7 @@ TINY: dict[str, Any] = {
     "rounds": 1,
     "hidden": (6,),
     "horizon": 30,
+    "optimizer": "adam",
     "step_size": 0.01,
     "momentum": 0.0,
     "num_seeds": 2,
@@ -407,10 +408,11 @@ def after_two(**options: Any) -> SimulationState:
     [
         {},
         {"momentum": 0.5, "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"},
+        {"optimizer": "local-adam", "momentum": 0.5, "decay": 0.9},
         {"momentum": 0.5, "ppo": NORMALIZED},
         {"momentum": 0.5, "ppo": NORMALIZED.replace(")", ", exchange_every=2)")},
     ],
-    ids=["gradients", "changes", "normalized", "normalized changes"],
+    ids=["gradients", "changes", "scaled", "normalized", "normalized changes"],
 )
 def test_the_simulator_does_what_agents_do_apart_from_each_other(options: dict[str, Any]) -> None:
     expected = one_by_one(TINY | options, 2)
@@ -471,6 +473,8 @@ def test_peers_do_what_the_simulator_does(rule: str, env: str, ppo: str) -> None
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_peer_restarts_in_the_middle_of_its_episodes(every: int) -> None:
     options = {
+        "optimizer": "adam" if every == 1 else "local-adam",
+        "decay": 0.5,
         "momentum": 0.7,
         "ppo": f"PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every={every})",
     }
