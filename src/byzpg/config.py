@@ -26,7 +26,7 @@ from byzpg.robust.attacks import Attack, ByzantineSet, NoAttack
 from byzpg.robust.components import Component, nearest, plain_name, unknown
 from byzpg.robust.rules import Rule
 
-# What presets share on each task unless they say otherwise: the paper's table and, for Pendulum, our choice.
+# What presets share on each task unless they say otherwise: the paper's table; of Pendulum and Acrobot, our choice.
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {"discount": 0.999, "hidden": (16, 16), "activation": "relu", "large_batch": 50, "small_batch": 4},
     "LunarLander-v3": {
@@ -37,6 +37,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "small_batch": 32,
     },
     "Pendulum-v1": {"discount": 0.97, "hidden": (32, 32), "activation": "tanh", "large_batch": 50, "small_batch": 4},
+    "Acrobot-v1": {"discount": 0.99, "hidden": (64, 64), "activation": "tanh", "large_batch": 50, "small_batch": 4},
 }
 # For a task that is in no table.
 OTHER_TASKS: dict[str, Any] = {
