@@ -200,7 +200,7 @@ def escaped(text: str) -> str:
 # Options, from Config
 
 PRESETS = ("tuned", "paper", "theory", "script")
-TASKS = ("CartPole-v1", "LunarLander-v3", "Pendulum-v1")
+TASKS = ("CartPole-v1", "LunarLander-v3", "Pendulum-v1", "Acrobot-v1")
 
 
 def options(_: str) -> str:

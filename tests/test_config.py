@@ -243,6 +243,20 @@ def test_one_agent_alone_has_a_preset_of_its_own() -> None:
     assert Config(algorithm="N-PG-IGT").resolved().momentum == 0.9
 
 
+def test_ppo_alone_has_a_preset_of_its_own() -> None:
+    alone = Config(algorithm="PPO").resolved()
+    assert (alone.steps, alone.step_size, alone.momentum, alone.discount) == (102_400, 1e-3, 0, 0.98)
+    assert (alone.ppo.environments, alone.ppo.segment, alone.ppo.epochs) == (8, 32, 20)
+    # What the preset does not say about one agent is what it says about a federation.
+    assert (alone.hidden, alone.adam_epsilon) == ((16, 16), 1e-5)
+    together = Config(algorithm="DecByzPPO").resolved()
+    assert (together.steps, together.step_size, together.momentum) == (30_720, 5e-3, 0.95)
+    for algorithm in ("Fed-PPO", "Dec-PPO", "ByzPPO"):
+        each = Config(algorithm=algorithm).resolved()
+        assert (each.steps, each.ppo) == (together.steps, together.ppo)
+    assert Config(algorithm="Dec-PPO", num_agents=1).resolved().ppo == together.ppo, "the algorithm says it, not K"
+
+
 def test_the_epsilon_of_a_preset_is_for_adam_alone() -> None:
     assert Config().resolved().adam_epsilon == 0.03
     assert Config(optimizer="sgd").resolved().adam_epsilon == 1e-8

@@ -26,7 +26,7 @@ from byzpg.robust.attacks import Attack, ByzantineSet, NoAttack
 from byzpg.robust.components import Component, nearest, plain_name, unknown
 from byzpg.robust.rules import Rule
 
-# What presets share on each task unless they say otherwise: the paper's table and, for Pendulum, our choice.
+# What presets share on each task unless they say otherwise: the paper's table; of Pendulum and Acrobot, our choice.
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {"discount": 0.999, "hidden": (16, 16), "activation": "relu", "large_batch": 50, "small_batch": 4},
     "LunarLander-v3": {
@@ -37,6 +37,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "small_batch": 32,
     },
     "Pendulum-v1": {"discount": 0.97, "hidden": (32, 32), "activation": "tanh", "large_batch": 50, "small_batch": 4},
+    "Acrobot-v1": {"discount": 0.99, "hidden": (64, 64), "activation": "tanh", "large_batch": 50, "small_batch": 4},
 }
 # For a task that is in no table.
 OTHER_TASKS: dict[str, Any] = {
@@ -198,7 +199,47 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
         "hidden": (64, 64),
         "ppo": PPO(environments=4, segment=128, epochs=4, minibatches=1, reward_scale=0.1),
     },
+    "Acrobot-v1": {
+        "steps": 61_440,
+        "step_size": 2e-2,
+        "decay": 0.9,
+        "ppo": PPO(environments=4, segment=128, epochs=4, minibatches=1, reward_scale=0.1),
+    },
     **dict.fromkeys(("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"), MUJOCO),
+}
+
+# What the tuned preset says about PPO alone, whose gradients have no attackers to withstand: many small updates with
+# Adam's own momentum, as in the tables of RL Baselines3 Zoo.
+PPO_ALONE_DEFAULTS: dict[str, Any] = {
+    "steps": 1_000_000,
+    "optimizer": "adam",
+    "step_size": 3e-4,
+    "decay": 0.0,
+    "momentum": 0.0,
+}
+PPO_ALONE: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {
+        "steps": 102_400,
+        "step_size": 1e-3,
+        "discount": 0.98,
+        "ppo": PPO(environments=8, segment=32, epochs=20, minibatches=1, gae_lambda=0.8, reward_scale=0.1),
+    },
+    "Acrobot-v1": {
+        "steps": 153_600,
+        "step_size": 1e-3,
+        "ppo": PPO(environments=4, segment=128, epochs=8, minibatches=4, reward_scale=0.1),
+    },
+    "LunarLander-v3": {
+        "steps": 1_024_000,
+        "step_size": 3e-4,
+        "ppo": PPO(environments=8, segment=256, minibatches=16, gae_lambda=0.98, entropy=0.01, reward_scale=0.05),
+    },
+    "Pendulum-v1": {
+        "steps": 153_600,
+        "step_size": 1e-3,
+        "discount": 0.9,
+        "ppo": PPO(environments=4, segment=256, epochs=10, minibatches=16, reward_scale=0.1),
+    },
 }
 
 # Options of one kind of learner, at values that do nothing with the other kind.
@@ -468,7 +509,8 @@ def _task_defaults(env: str, preset: str, algorithm_name: str) -> dict[str, Any]
     if algorithm.agent.unit == "steps":
         if preset != "tuned":
             raise ValueError(f"preset = {preset} is for the paper's algorithms, not for {algorithm_name}: use tuned.")
-        return values | PPO_DEFAULTS | PPO_BY_TASK.get(name, {})
+        alone = PPO_ALONE_DEFAULTS | PPO_ALONE.get(name, {}) if algorithm.single else {}
+        return values | PPO_DEFAULTS | PPO_BY_TASK.get(name, {}) | alone
     return values | (PRESETS_ALONE.get(preset, {}).get(name, {}) if algorithm.single else {})
 
 

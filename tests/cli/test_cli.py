@@ -26,7 +26,7 @@ from byzpg.cli.labels import curves
 from byzpg.cli.tables import BEST, LAST_TENTH, SOLVED, WEIGHT, runs_table
 from byzpg.cli.train import free_directory
 from byzpg.envs import host
-from byzpg.experiments import figures
+from byzpg.experiments import figures, paper
 from byzpg.experiments.results import Result, Results
 from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
 from byzpg.federation.algorithms import ALGORITHMS
@@ -472,6 +472,27 @@ def test_reproduce_plots_keeps_and_reports(tmp_path: Path, here: Here) -> None:
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == pictures
 
 
+def test_joining_prints_what_members_save(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny version, with one attack: nobody learns in one iteration. A second call finds all runs complete."""
+    monkeypatch.setattr(paper, "FIVE_ATTACKS", ("AvgZero",))
+    monkeypatch.setattr(paper, "SIZES_TO_JOIN", (2, 5))
+    line = ("reproduce", "joining", "--task", "CartPole-v1", "--seeds", "2", "--steps", "256")
+    done = here(*line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 runs, preset tuned: 0 done, 5 to do." in done.stdout
+    assert "joining: steps per agent until a return of 475, median over seeds" in " ".join(done.stdout.split())
+    rows = [" ".join(row.split()) for row in done.stdout.splitlines()]
+    assert "PPO alone 1 (0) never never –" in rows
+    assert "Dec-PPO 5 (1) never never never" in rows
+    saved = tmp_path / "reproduction" / "joining-CartPole-v1-tuned-2-seeds-256-steps.npz"
+    (panel,) = Results.load(saved).experiments[0].panels
+    assert panel.level == 475
+    page = here("report", saved)
+    assert page.returncode == 0, page.stdout + page.stderr
+    assert "Does joining pay?" in (tmp_path / "report.html").read_text()
+    assert "5 runs, preset tuned: 5 done, 0 to do." in here(*line).stdout
+
+
 # Bad input
 
 BAD: dict[str, list[str]] = {
@@ -485,6 +506,10 @@ BAD: dict[str, list[str]] = {
     "reproduce fig7": ["no experiment 'fig7'"],
     "reproduce fig1 --seeds 0": ["--seeds must be at least 1, got 0"],
     "reproduce fig2 --task LunarLander-v3": ["none of these experiments", "LunarLander-v3"],
+    "reproduce fig2 --steps 9": ["--steps has no effect on fig2, got 9: use --trajectories."],
+    "reproduce joining --trajectories 9": ["--trajectories has no effect on joining, got 9: use --steps."],
+    "reproduce joining --task AliasedStates-v1": ["AliasedStates-v1 has none", "Acrobot-v1"],
+    "reproduce joining --task CartPole": ["no environment 'CartPole'", "Did you mean 'CartPole-v1'?"],
     "report": ["report needs at least one .npz file"],
     "report nowhere.npz": ["nowhere.npz cannot be read"],
     "report misspelt.toml": ["misspelt.toml cannot be read as results of `byzpg reproduce`"],

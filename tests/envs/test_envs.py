@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from byzpg import envs
-from byzpg.envs import cartpole, pendulum
+from byzpg.envs import acrobot, cartpole, pendulum
 from byzpg.envs.spaces import Box, Discrete
 
-STEP, SWING = (jax.jit(env.step) for env in (cartpole.CartPole(), pendulum.Pendulum()))
+STEP, SWING, TURN = (jax.jit(env.step) for env in (cartpole.CartPole(), pendulum.Pendulum(), acrobot.Acrobot()))
 
 
 @cache
@@ -184,6 +184,102 @@ def test_the_pendulum_starts_as_gymnasiums() -> None:
     assert theirs.observation_space.shape == (environment.observation_size,)
     assert theirs.spec is not None
     assert theirs.spec.max_episode_steps == environment.horizon
+
+
+def turned(state: np.ndarray, action: np.ndarray | int, dtype: Any = np.float32) -> tuple[acrobot.State, Any, Any]:
+    """A step of the acrobot from Gymnasium's state [..., 4]."""
+    return TURN(acrobot.State(*(np.asarray(state[..., i], dtype) for i in range(4))), (np.asarray(action),), ())
+
+
+def angle_between(ours: Any, theirs: np.ndarray) -> np.ndarray:
+    """How far two states [..., 4] are apart; angles on both sides of ±π are close to each other."""
+    apart = np.stack(ours, axis=-1) - theirs
+    apart[..., :2] = (apart[..., :2] + np.pi) % (2 * np.pi) - np.pi
+    return np.abs(apart)
+
+
+def test_one_step_of_the_acrobot_is_gymnasiums() -> None:
+    """States include every angle and speeds up to their limits, so that angles wrap and speeds are cut."""
+    rng, inner = np.random.default_rng(3), cast(Any, gymnasium.make("Acrobot-v1").unwrapped)
+    before = rng.uniform(-1, 1, (3000, 4)) * [np.pi, np.pi, 4 * np.pi, 9 * np.pi]
+    before[1000:] *= [1, 1, 0.2, 0.1]  # as in play
+    before, actions = before.astype(np.float32), rng.integers(3, size=3000)
+    after, reward, ended = turned(before, actions)
+    with jax.enable_x64(True):
+        exact, *_ = turned(before, actions, np.float64)
+    expected, paid, ends, seen = [], [], [], []
+    for state, action in zip(before.astype(np.float64), actions, strict=True):
+        inner.state = state
+        observation, pay, terminated, _, _ = inner.step(action)
+        expected.append(inner.state)
+        paid.append(pay)
+        ends.append(terminated)
+        seen.append(observation)
+    expected = np.array(expected)
+    assert np.max(angle_between(exact, expected)) < 1e-8
+    assert np.max(angle_between(after, expected)[1000:]) < 1e-4
+    np.testing.assert_allclose(
+        np.stack(acrobot.Acrobot().observe(after), axis=-1)[1000:], np.array(seen)[1000:], atol=1e-4
+    )
+    cut, limits = np.abs(np.stack(after, axis=-1)), [np.pi, np.pi, 4 * np.pi, 9 * np.pi]
+    assert np.all(cut <= np.float32(limits) + 1e-6)
+    assert np.all(np.any(cut[:, 2:] > np.float32(limits[2:]) - 1e-6, axis=0)), "speeds at each limit"
+    height = -np.cos(expected[:, 0]) - np.cos(expected[:, 0] + expected[:, 1])
+    clear = (np.abs(height - 1) > 1e-3) & (np.arange(3000) >= 1000)
+    assert 0.1 < np.mean(np.array(ends)[clear]) < 0.9
+    np.testing.assert_array_equal(np.asarray(ended)[clear], np.array(ends)[clear])
+    np.testing.assert_array_equal(np.asarray(reward)[clear], np.array(paid)[clear])
+
+
+def pumping(state: np.ndarray, rng: np.random.Generator) -> int:
+    """Push with the motion: energy grows until the tip is above the line."""
+    return 2 if state[3] > 0 else 0
+
+
+@pytest.mark.parametrize(("policy", "arrives"), [(lambda state, rng: int(rng.integers(3)), False), (pumping, True)])
+def test_whole_episodes_of_the_acrobot_are_gymnasiums(policy: Callable[..., int], arrives: bool) -> None:
+    """In float64 from the first state to the last; in float32 from a state that is copied again every 10 steps."""
+    theirs, rng = cast(Any, gymnasium.make("Acrobot-v1")), np.random.default_rng(4)
+    lengths = []
+    for seed in range(6 if arrives else 2):
+        theirs.reset(seed=seed)
+        state = exact = np.asarray(theirs.unwrapped.state, np.float64)
+        terminated = truncated = False
+        steps = 0
+        while not terminated and not truncated:
+            if steps % 10 == 0:
+                state = theirs.unwrapped.state
+            action = policy(theirs.unwrapped.state, rng)
+            _, paid, terminated, truncated, _ = theirs.step(action)
+            steps += 1
+            after, reward, ended = turned(state, action)
+            with jax.enable_x64(True):
+                exact_after, *_, exact_ended = turned(exact, action, np.float64)
+            state, exact = np.stack(after, axis=-1), np.stack(exact_after, axis=-1)
+            assert np.max(angle_between(exact_after, theirs.unwrapped.state)) < 1e-6
+            assert np.max(angle_between(after, theirs.unwrapped.state)) < 1e-3
+            assert (float(reward), bool(ended), bool(exact_ended)) == (paid, terminated, terminated)
+        lengths.append(steps)
+    assert (max(lengths) < envs.make("Acrobot-v1").horizon) == arrives
+    assert arrives or set(lengths) == {500}
+
+
+def test_the_acrobot_starts_as_gymnasiums_and_has_its_sizes() -> None:
+    environment, theirs = acrobot.Acrobot(), gymnasium.make("Acrobot-v1")
+    start = jax.vmap(environment.reset)(jax.random.split(jax.random.key(0), 4000))
+    for values in start:
+        assert values.dtype == jnp.float32
+        assert np.all(np.abs(values) <= 0.1)
+        np.testing.assert_allclose(np.quantile(values, [0.05, 0.5, 0.95]), [-0.09, 0, 0.09], atol=0.006)
+    np.testing.assert_allclose(np.corrcoef(start), np.eye(4), atol=0.08)
+    assert theirs.spec is not None
+    assert isinstance(theirs.action_space, gymnasium.spaces.Discrete)
+    assert environment.action_space == Discrete(int(theirs.action_space.n))
+    assert (environment.observation_size,) == theirs.observation_space.shape
+    assert (environment.horizon, environment.reward_threshold) == (
+        theirs.spec.max_episode_steps,
+        theirs.spec.reward_threshold,
+    )
 
 
 @pytest.mark.parametrize("name", envs.ENVIRONMENTS)

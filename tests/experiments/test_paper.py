@@ -15,7 +15,16 @@ import pytest
 from byzpg import Config, training
 from byzpg.cli.reproduce import Reproduce
 from byzpg.config import PRESETS
-from byzpg.experiments.paper import COLLECTIONS, EXPERIMENTS, Scope, grid, published_curves, run_name
+from byzpg.experiments.paper import (
+    COLLECTIONS,
+    EXPERIMENTS,
+    FIVE_ATTACKS,
+    Scope,
+    _TextBuilder,
+    grid,
+    published_curves,
+    run_name,
+)
 from byzpg.federation.simulator import Simulation
 from byzpg.runs import Run, RunDirectory
 from byzpg.training import Progress
@@ -134,6 +143,53 @@ def test_bad_grids(arguments: Any, words: list[str]) -> None:
 def test_every_name_is_an_experiment() -> None:
     for members, _ in COLLECTIONS.values():
         assert set(members) <= set(EXPERIMENTS)
+
+
+def test_joining_has_one_agent_and_federations_with_a_quarter_attacking() -> None:
+    made = grid(["joining"], Scope(num_seeds=2))
+    (experiment,) = made.experiments
+    assert [(panel.title, panel.task, panel.level) for panel in experiment.panels] == [
+        (attack, "LunarLander-v3", 200) for attack in FIVE_ATTACKS
+    ]
+    for panel in experiment.panels:
+        planned = [(cell.label, cell.at, made.settings[cell.run]) for cell in panel.cells]
+        assert [(label, at) for label, at, _ in planned] == [
+            ("PPO alone", 1),
+            *((label, size) for size in (2, 5, 13, 25) for label in ("DecByzPPO", "Dec-PPO")),
+        ]
+        for label, size, settings in planned:
+            assert settings.algorithm == label.removesuffix(" alone")
+            assert (settings.num_agents, settings.num_seeds) == (size, 2)
+            attackers = {1: 0, 2: 0, 5: 1, 13: 3, 25: 6}[settings.num_agents]
+            assert (settings.num_byzantine, settings.num_attackers) == (attackers, attackers)
+            assert type(settings.attack).__name__ == (panel.title if attackers else "NoAttack")
+            alone = Config(env="LunarLander-v3", algorithm=settings.algorithm).resolved()
+            assert (settings.steps, settings.ppo) == (alone.steps, alone.ppo)
+    # Runs without attackers are shared by all panels.
+    assert len(made.settings) == 1 + 2 + 5 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("task", "level"),
+    [("CartPole-v1", 475), ("gymnasium:CartPole-v1", 475), ("Acrobot-v1", -85), ("Pendulum-v1", -200)],
+)
+def test_joining_on_other_tasks(task: str, level: float) -> None:
+    (experiment,) = _planned_without_runs("joining", task)
+    assert {(panel.task, panel.level) for panel in experiment.panels} == {(task, level)}
+
+
+def _planned_without_runs(name: str, task: str) -> list[Any]:
+    """An experiment whose runs are not resolved: tasks on the host need not work with every algorithm."""
+    return [EXPERIMENTS[name](_TextBuilder(Scope(), task))]
+
+
+def test_joining_needs_a_level_and_the_tuned_preset() -> None:
+    with pytest.raises(ValueError, match=r"a return that counts as learned, and AliasedStates-v1 has none: .*Acrobot"):
+        grid(["joining"], Scope(), "AliasedStates-v1")
+    with pytest.raises(ValueError, match="preset = paper is for the paper's algorithms, not for PPO: use tuned"):
+        grid(["joining"], Scope(preset="paper"))
+    steps = grid(["joining"], Scope(steps=2048), "CartPole-v1").settings.values()
+    assert {each.steps for each in steps} == {2048}
 
 
 # Runs that share programs

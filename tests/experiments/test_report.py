@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from byzpg.cli.tables import reach_table
 from byzpg.config import Config, Settings
 from byzpg.experiments.figures import colours_by_label, draw_experiment, plots, save
 from byzpg.experiments.paper import (
@@ -37,6 +38,7 @@ from byzpg.experiments.report import by_preset, write_report
 from byzpg.experiments.results import Result, Results
 from byzpg.experiments.statistics import interquartile_mean
 from byzpg.experiments.summaries import (
+    Estimate,
     Goal,
     comparisons,
     curve_names,
@@ -48,6 +50,7 @@ from byzpg.experiments.summaries import (
     reach_estimate,
     returns_at,
     run_means,
+    saving,
 )
 from byzpg.runs import Run
 
@@ -405,18 +408,88 @@ def test_reach_by_number_of_agents_and_never(results: Results) -> None:
     runs[panel.cells[0].run] = with_returns(runs[panel.cells[0].run], np.zeros((3, 80)))
     figure = draw_experiment(experiment, runs)
     (axes,) = figure.axes
-    assert axes.get_xscale() == "log"
+    assert axes.get_xscale() == axes.get_yscale() == "log"
     line = axes.lines[0]
     assert list(np.asarray(line.get_xdata())) == [cell.at for cell in panel.cells] == [1, 2, 3, 5, 8, 13, 25, 50, 100]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "3", "5", "8", "13", "25", "50", "100"]
     heights = y_of(line)
     end = runs[panel.cells[0].run].progress[-1]
-    assert heights[0] == end
+    assert heights[0] > end
     assert [text.get_text() for text in axes.texts] == ["never"]
     np.testing.assert_allclose(heights[1:], [reach_estimate(runs[cell.run]).value for cell in panel.cells[1:]])
     bottom, top = axes.get_ylim()
-    assert bottom == 0
-    assert top > end
+    assert 0 < bottom < min(heights)
+    assert top > heights[0]
+
+
+@pytest.fixture(scope="module")
+def joining() -> Results:
+    """Runs that reach the level of 475 after a number of steps that is known for each seed, or never."""
+    made = made_up(grid(["joining"], Scope(num_seeds=3, steps=100_000), CARTPOLE))
+    runs = {}
+    for name, result in made.runs.items():
+        settings = result.settings
+        learns = settings.algorithm != "Dec-PPO" or not settings.num_attackers
+        slow = 2 if type(settings.attack).__name__ == "ALIE" else 1
+        wanted = np.array([[0.8], [1.0], [1.2]]) * slow * 80_000 / settings.num_agents**0.5
+        ends = np.arange(1000, 100_001, 1000.0)
+        returns = np.where(learns & (ends >= wanted), 500.0, 20.0)
+        runs[name] = replace(with_returns(result, returns), trajectories=ends)
+    return replace(made, runs=runs)
+
+
+def test_joining_is_drawn_next_to_a_single_agent_and_plain_averaging(joining: Results) -> None:
+    (experiment,) = joining.experiments
+    figure, colours = draw_experiment(experiment, joining.runs), colours_by_label(experiment)
+    assert [colours[label] for label in ("PPO alone", "Dec-PPO")] == ["#000000", "#D55E00"]
+    for axes, panel in zip(figure.axes, experiment.panels, strict=True):
+        assert axes.get_title(loc="left") == f"{panel.title}: steps to 475"
+        assert axes.get_ylabel() == "steps per agent"
+        lines = {container.get_label(): container[0] for container in axes.containers}
+        assert set(lines) == {"PPO alone", "DecByzPPO", "Dec-PPO"}
+        # A window of 2,000 steps in cells of 1,000 is full of good returns one cell after the first of them.
+        alone, together = y_of(lines["PPO alone"]), y_of(lines["DecByzPPO"])
+        np.testing.assert_array_equal(alone, [81_000])
+        slow = 2 if panel.title == "ALIE" else 1
+        np.testing.assert_array_equal(together[-1], slow * 16_000 + 1000)
+        plain = y_of(lines["Dec-PPO"])
+        assert plain[0] < 100_000 < min(plain[1:])
+        assert [text.get_text() for text in axes.texts] == ["never"] * 3
+        (dotted,) = [line for line in axes.lines if line.get_linestyle() == ":"]
+        assert set(y_of(dotted)) == {81_000}
+
+
+def test_how_many_times_sooner(joining: Results) -> None:
+    (experiment,) = joining.experiments
+    panel = next(panel for panel in experiment.panels if panel.title == "AvgZero")
+    found = {(cell.label, cell.at): joining.runs[cell.run] for cell in panel.cells}
+    alone = found["PPO alone", 1]
+    many = saving(found["DecByzPPO", 25], alone, 475)
+    assert many.value == 81 / 17
+    # Resampled medians are those of the seeds: 65, 81 or 97 over 14, 17 or 21.
+    assert 65 / 21 <= many.low < many.value < many.high <= 97 / 14
+    never = found["Dec-PPO", 13]
+    assert saving(never, alone, 475) == saving(never, never, 475) == Estimate(0, 0, 0)
+    assert saving(alone, never, 475).value == np.inf
+    table = reach_table(experiment, joining.runs)
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    # The mean over seeds is at the level once the last seed is.
+    assert rows[0] == ("PPO alone", "1 (0)", *["81,000"] * 5, "97,000", "–")
+    worst = saving(
+        next(
+            joining.runs[cell.run]
+            for p in experiment.panels
+            for cell in p.cells
+            if p.title == "ALIE" and (cell.label, cell.at) == ("DecByzPPO", 25)
+        ),
+        alone,
+        475,
+    )
+    assert rows[7][:2] == ("DecByzPPO", "25 (6)")
+    assert rows[7][2:7] == ("17,000", "17,000", "17,000", "33,000", "17,000")
+    assert rows[7][8].startswith(f"{81 / 33:.1f} ")
+    assert f"{worst.high:.1f}]" in rows[7][8]
+    assert rows[8] == ("Dec-PPO", "25 (6)", *["never"] * 7)
 
 
 def test_tolerance_marks_the_tolerated_numbers(results: Results) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from byzpg.experiments.paper import Grid
 
 # The options that say what is run. Most experiments take them all, and some are run by themselves and take fewer.
-SCOPE = ("task", "preset", "seeds", "seed", "trajectories")
+SCOPE = ("task", "preset", "seeds", "seed", "trajectories", "steps")
 BY_ITSELF = {"rates": ("seeds", "seed")}
 
 
@@ -37,10 +37,12 @@ class Reproduce:
         tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="(at least one)"),
     ]
     """Experiments. In the paper: fig1 to fig6, or cartpole, lunarlander, all. Beyond the paper: ablation, momentum,
-    variance, speedup, tolerance, heatmap, rotating, agreement, averaging, or beyond for all of these. By itself: rates,
-    which measures the rates of the theorems on a task with an exact gradient."""
-    task: Literal["CartPole-v1", "LunarLander-v3"] | None = None
-    """Task whose experiments are run. Default: both tasks."""
+    variance, speedup, tolerance, heatmap, rotating, agreement, averaging, or beyond for all of these. With a critic:
+    joining, which compares members of federations with a single agent. By itself: rates, which measures the rates of
+    the theorems on a task with an exact gradient."""
+    task: str | None = None
+    """Task whose experiments are run: CartPole-v1 or LunarLander-v3; for joining, any task with a level to reach.
+    Default: both tasks, and LunarLander-v3 for joining."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
     """Preset of every run: tuned learns fastest, paper is the paper's table, theory is what its theorems ask for,
     script is the published script."""
@@ -50,6 +52,9 @@ class Reproduce:
     """First seed."""
     trajectories: int | None = None
     """Number of trajectories per agent. Default: 8,000 as in the paper; fewer in the experiments beyond it."""
+    steps: int | None = None
+    """Number of environment steps per agent, in place of trajectories for joining. Default: those of the preset, of
+    which a single agent has more."""
     directory: Path = Path("reproduction")
     """Directory for runs, results and plots."""
     hardware: HardwareOptions = field(default_factory=Hardware)
@@ -63,7 +68,7 @@ class Reproduce:
         if "rates" in self.names:
             self._measure_rates()
             return
-        scope = Scope(preset=self.preset, num_seeds=self.seeds, seed=self.seed, trajectories=self.trajectories)
+        scope = Scope(self.preset, self.seeds, self.seed, self.trajectories, self.steps)
         planned = grid(self.names, scope, self.task)
         directories = planned.create_runs(self.directory / "runs")
         started_before = any((directory / "checkpoint.npz").is_file() for directory in directories)
@@ -74,7 +79,7 @@ class Reproduce:
         self._conclude(planned, directories, about)
 
     def _check(self) -> None:
-        from byzpg.experiments.paper import COLLECTIONS, EXPERIMENTS
+        from byzpg.experiments.paper import COLLECTIONS, EXPERIMENTS, WITH_CRITIC
 
         if not self.names:
             raise ValueError(f"reproduce needs at least one name: {', '.join([*EXPERIMENTS, *COLLECTIONS])}.")
@@ -85,9 +90,16 @@ class Reproduce:
                     raise ValueError(f"--{option} has no effect on {name}, got {given}: leave it out.")
             if len(self.names) > 1:
                 raise ValueError(f"{name} is run by itself: leave out the other names, or run them in another command.")
-        for option in ("seeds", "trajectories"):
+        for option in ("seeds", "trajectories", "steps"):
             if (given := getattr(self, option)) is not None and given < 1:
                 raise ValueError(f"--{option} must be at least 1, got {given}.")
+        with_critic = [name in WITH_CRITIC for name in self.names]
+        for option, other, counts in (
+            ("trajectories", "steps", not all(with_critic)),
+            ("steps", "trajectories", any(with_critic)),
+        ):
+            if (given := getattr(self, option)) is not None and not counts:
+                raise ValueError(f"--{option} has no effect on {', '.join(self.names)}, got {given}: use --{other}.")
 
     def _train(self, directories: list[Path], which: str) -> float:
         """Train what is not complete yet, and return the seconds that took."""
@@ -133,13 +145,16 @@ class Reproduce:
         """Save the results, print the table and save the plots."""
         from byzpg import training
         from byzpg.cli.report import save_plots
-        from byzpg.cli.tables import experiments_table, report_diverged
+        from byzpg.cli.tables import experiments_table, reach_table, report_diverged
         from byzpg.experiments.results import Results
 
         runs = {directory.name: training.load(directory) for directory in directories}
         results, saved = Results.of(planned, runs, about), self.directory / f"{self._file_name()}.npz"
         results.save(saved)
         console.print(experiments_table(results))
+        for experiment in results.experiments:
+            if experiment.kind == "reach":
+                console.print(reach_table(experiment, results.runs))
         for name, run in runs.items():
             report_diverged(run.diverged, self.directory / "runs" / name)
         save_plots([results], saved.with_suffix(""))
@@ -149,11 +164,12 @@ class Reproduce:
     def _file_name(self) -> str:
         """A name that says what was asked for, so that no other results are overwritten."""
         asked = {
-            "task": self.task,
+            "task": self.task.replace(":", "-").replace("/", "-") if self.task else None,
             "preset": self.preset,
             "seeds": f"{self.seeds}-seeds" if self.seeds else None,
             "seed": f"from-{self.seed}" if self.seed != REPORTED_SEED else None,
             "trajectories": f"{self.trajectories}-trajectories" if self.trajectories else None,
+            "steps": f"{self.steps}-steps" if self.steps else None,
         }
         taken = BY_ITSELF.get(self.names[0], SCOPE)
         return "-".join([*self.names, *(text for option, text in asked.items() if text and option in taken)])

@@ -1,7 +1,7 @@
 """The tables that several commands print. Their numbers are defined in `byzpg.experiments.summaries`."""
 
 from collections.abc import Mapping, Sequence
-from math import isnan
+from math import inf, isnan
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from rich.table import Table
 from byzpg import envs
 from byzpg.cli.console import say
 from byzpg.cli.labels import method
+from byzpg.experiments.paper import Experiment, Panel
 from byzpg.experiments.rates import Rates, comparisons
 from byzpg.experiments.results import Result, Results
 from byzpg.experiments.statistics import lower_median
@@ -22,8 +23,11 @@ from byzpg.experiments.summaries import (
     curve_names,
     estimates_apart,
     final_returns,
+    level_of,
+    mean_reaches,
     named,
     num_diverged,
+    saving,
     trajectories_to_level,
 )
 from byzpg.runs import Run
@@ -77,6 +81,58 @@ def experiments_table(results: Results) -> Table:
                     percent(attacker_weight(result)),
                 )
     return table
+
+
+def reach_table(experiment: Experiment, runs: Mapping[str, Result]) -> Table:
+    """When each run reaches the level, by panel, and how many times sooner than a single agent in the worst panel."""
+    unit = runs[experiment.panels[0].cells[0].run].settings.unit
+    levels = " or ".join(dict.fromkeys(f"{level_of(panel):g}" for panel in experiment.panels))
+    table = _plain_table(f"{experiment.name}: {unit} per agent until a return of {levels}, median over seeds")
+    for column in ("run", "K", *(panel.title for panel in experiment.panels), "worst mean", "times sooner"):
+        table.add_column(column, justify="left" if column == "run" else "right", overflow="fold")
+    table.caption_justify = "left"
+    table.caption = (
+        "K: number of agents (attackers)\n"
+        "worst mean: the same for the mean curve over seeds, in the worst panel\n"
+        "times sooner: than a single agent, in the worst panel \\[95 % interval]"
+    )
+    places: dict[tuple[str, object], list[tuple[Panel, Result]]] = {}
+    for panel in experiment.panels:
+        for cell in panel.cells:
+            places.setdefault((cell.label, cell.at), []).append((panel, runs[cell.run]))
+    alone = next((several[0][1] for (_, at), several in places.items() if at == 1), None)
+    for (label, at), several in places.items():
+        attackers = several[0][1].settings.num_attackers
+        means = [mean_reaches(result, level_of(panel)) for panel, result in several]
+        savings = [saving(result, alone, level_of(panel)) for panel, result in several] if alone and at != 1 else []
+        table.add_row(
+            escape(label),
+            f"{at} ({attackers})",
+            *(_median_reach(result, level_of(panel)) for panel, result in several),
+            _count(max(means)),
+            _least(savings),
+        )
+    return table
+
+
+def _least(savings: Sequence[Estimate]) -> str:
+    """The smallest of some factors; it is 0 if a run never reaches the level."""
+    if not savings:
+        return "–"
+    least = min(savings, key=lambda each: each.value)
+    return interval(least, ".1f") if least.value else "never"
+
+
+def _median_reach(result: Result, level: float) -> str:
+    """When half the seeds have reached a level, and how many reach it if not all do."""
+    reached = trajectories_to_level(result, level)
+    there = int(np.sum(np.isfinite(reached)))
+    share = f" ({there} of {len(reached)})" if 0 < there < len(reached) else ""
+    return _count(float(lower_median(reached))) + share
+
+
+def _count(value: float) -> str:
+    return "never" if value == inf else f"{value:,.0f}"
 
 
 def rates_tables(rates: Rates) -> list[Table]:

@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 from jax import Array
 
 from byzpg.envs import host
+from byzpg.envs.acrobot import Acrobot
 from byzpg.envs.aliased_states import AliasedStates
 from byzpg.envs.cartpole import CartPole
 from byzpg.envs.host import HostTask
@@ -15,6 +16,7 @@ from byzpg.robust.components import unknown
 
 __all__ = [
     "ENVIRONMENTS",
+    "Acrobot",
     "AliasedStates",
     "Box",
     "CartPole",
@@ -111,7 +113,7 @@ class Enumerable(Protocol):
 
 
 ENVIRONMENTS: dict[str, type[Environment]] = {
-    member.name: member for member in (CartPole, LunarLander, LunarLanderContinuous, Pendulum, AliasedStates)
+    member.name: member for member in (CartPole, LunarLander, LunarLanderContinuous, Pendulum, Acrobot, AliasedStates)
 }
 
 

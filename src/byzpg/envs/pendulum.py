@@ -50,12 +50,15 @@ class Pendulum(Component):
     def step(self, state: State, action: tuple[Array, ...], noise: tuple[Array, ...]) -> tuple[State, Array, Array]:
         """The next state, the reward, and False: episodes only end at the horizon. `noise` is not used."""
         torque = jnp.clip(action[0], -LARGEST_TORQUE, LARGEST_TORQUE)
-        # The angle from upright, without full turns: within ±π.
-        turned = state.angle + pi
-        from_upright = turned - 2 * pi * jnp.floor(turned / (2 * pi)) - pi
-        cost = jnp.square(from_upright) + 0.1 * jnp.square(state.speed) + 0.001 * jnp.square(torque)
+        cost = jnp.square(without_turns(state.angle)) + 0.1 * jnp.square(state.speed) + 0.001 * jnp.square(torque)
         # The pendulum is a rod of length 1 and mass 1 that turns about its end.
         speed = state.speed + (3 * GRAVITY / 2 * jnp.sin(state.angle) + 3.0 * torque) * TIME_STEP
         speed = jnp.clip(speed, -LARGEST_SPEED, LARGEST_SPEED)
         following = State(state.angle + speed * TIME_STEP, speed)
         return following, -cost, jnp.zeros(cost.shape, bool)
+
+
+def without_turns(angle: Array) -> Array:
+    """The angle without full turns: within ±π."""
+    turned = angle + pi
+    return turned - 2 * pi * jnp.floor(turned / (2 * pi)) - pi

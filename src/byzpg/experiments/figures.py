@@ -28,11 +28,11 @@ from byzpg.experiments.rates import Measured, Rates
 from byzpg.experiments.results import Result
 from byzpg.experiments.statistics import bootstrap_interval, even_grid, interquartile_mean, smooth_on_grid
 from byzpg.experiments.summaries import (
-    LEVELS,
     Estimate,
     curve_names,
     estimate,
     final_returns,
+    level_of,
     reach_estimate,
     run_means,
 )
@@ -255,9 +255,9 @@ def _cells(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 # Colours of labels that mean the same in several figures. Other labels take the colours that are left, in order.
 KNOWN_COLOURS = {
-    r"PAGE-PG K=1( |$)": "#000000",  # a single agent
+    r"PAGE-PG K=1( |$)|PPO alone": "#000000",  # a single agent
     r".+-PAGE-PG .*α=0": "#009E73",  # plain averaging, all honest
-    r".+-PAGE-PG": "#D55E00",  # plain averaging under attack
+    r".+-PAGE-PG|Dec-PPO": "#D55E00",  # plain averaging under attack
     r".+PG K=5": "#56B4E9",
 }
 # The vertical axis of each task, which also fits the published curves.
@@ -312,11 +312,12 @@ def plots(experiment: Experiment, runs: Mapping[str, Result]) -> list[Plot]:
                 about = f"{panel.title}: return over trajectories per agent, mean and standard deviation, for {who}."
                 return [Plot(panel.title, about + beside, partial(_draw_curves, **given))]
             case "reach":
-                level = LEVELS[panel.task]
+                level, unit = level_of(panel), runs[panel.cells[0].run].settings.unit
                 about = (
-                    f"{panel.title}: median trajectories per agent until a return of {level:g}, by number of agents."
+                    f"{panel.title}: median {unit} per agent until a return of {level:g}, by number of agents, for "
+                    f"{who}."
                 )
-                return [Plot(f"{panel.title}: trajectories to {level:g}", about, partial(_draw_reach, **given))]
+                return [Plot(f"{panel.title}: {unit} to {level:g}", about, partial(_draw_reach, **given))]
             case "tolerance":
                 about = f"{panel.title}: return at the end by number of attackers, for {who}."
                 return [Plot(panel.title, about, partial(_draw_tolerance, **given))]
@@ -452,24 +453,35 @@ def _draw_tolerance(axes: Axes, panel: Panel, runs: Mapping[str, Result], colour
 
 
 def _draw_reach(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: Mapping[str, str]) -> None:
-    found = {cell.run: reach_estimate(runs[cell.run]) for cell in panel.cells}
-    never = [cell for cell in panel.cells if found[cell.run].value == inf]
-    # Runs that never reach the level are drawn at the top, where training ended.
-    top = max(runs[cell.run].progress[-1] for cell in panel.cells)
+    found = {cell.run: reach_estimate(runs[cell.run], level_of(panel)) for cell in panel.cells}
+    never = {cell.at for cell in panel.cells if found[cell.run].value == inf}
+    # Runs that never reach the level are drawn at the top, above the longest run.
+    top = (1.4 if never else 1) * max(runs[cell.run].progress[-1] for cell in panel.cells)
 
     def shown(run: str) -> Estimate:
         each = found[run]
         return Estimate(min(each.value, top), min(each.low, top), min(each.high, top))
 
     axes.set_xscale("log")
+    axes.set_yscale("log")
     _draw_points(axes, panel, colours, shown, dodge=0)
-    axes.minorticks_off()
-    for cell in never:
-        axes.annotate("never", (float(cell.at or 0), top), (0, 6), textcoords="offset points", ha="center", fontsize=9)
-    axes.set_ylim(0, 1.1 * top if never else None)
+    for cell in panel.cells:
+        if cell.at == 1 and found[cell.run].value < inf:  # where joining others begins to pay
+            axes.axhline(found[cell.run].value, color=colours[cell.label], linestyle=":", linewidth=1.1)
+    axes.xaxis.minorticks_off()
+    for place in never:
+        axes.annotate("never", (float(place or 0), top), (0, 6), textcoords="offset points", ha="center", fontsize=9)
+    lowest = min(each.low for each in found.values())
+    axes.set_ylim(0.7 * min(lowest, top), 1.3 * top if never else None)
     axes.set_xlabel("number of agents K")
-    axes.set_ylabel("trajectories per agent")
+    axes.set_ylabel(f"{runs[panel.cells[0].run].settings.unit} per agent")
     axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_minor_formatter(_every_second_label)
+
+
+def _every_second_label(value: float, _: object) -> str:
+    """The labels 2 and 5 between powers of ten, which may be all there is on an axis."""
+    return f"{value:,.0f}" if f"{value:e}"[0] in "25" else ""
 
 
 def _axes_of_table(panel: Panel) -> tuple[list[str], list[str]]:

@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from byzpg import envs
 from byzpg.config import ADAM_EPSILON, REPORTED_SEED, Config, Settings
+from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.robust.components import unknown
 from byzpg.runs import RunDirectory
 
@@ -44,6 +46,7 @@ class Panel:
     task: str
     cells: tuple[Cell, ...]
     published: tuple[str, str] | None = None  # the figure and the panel with the paper's curves
+    level: float | None = None  # the return that counts as learned, if it is not that of the paper's figures
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Scope:
     num_seeds: int | None = None
     seed: int = REPORTED_SEED
     trajectories: int | None = None
+    steps: int | None = None  # in place of trajectories, for algorithms with a critic
 
 
 @cache
@@ -116,21 +120,19 @@ def run_name(settings: Settings) -> str:
 class _Builder:
     """Collects the settings of the runs while experiments are built."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, task: str | None = None) -> None:
         self.scope = scope
+        self.task = task  # for experiments that can be run on any task
         self.settings: dict[str, Settings] = {}
 
     def cell(
         self, label: str, at: str | int | None = None, *, seeds: int = 10, trajectories: int = 8000, **options: Any
     ) -> Cell:
         scope = self.scope
-        config = Config(
-            preset=scope.preset,
-            num_seeds=scope.num_seeds or seeds,
-            seed=scope.seed,
-            trajectories=scope.trajectories or trajectories,
-            **options,
-        )
+        length: dict[str, Any] = {"trajectories": scope.trajectories or trajectories}
+        if ALGORITHMS[options.get("algorithm", Config.algorithm)].agent.unit == "steps":
+            length = {"steps": scope.steps}  # or those of the preset
+        config = Config(preset=scope.preset, num_seeds=scope.num_seeds or seeds, seed=scope.seed, **length, **options)
         settings = config.resolved()
         name = run_name(settings)
         self.settings[name] = settings
@@ -497,6 +499,47 @@ def _averaging(build: _Builder) -> Experiment:
     )
 
 
+SIZES_TO_JOIN = (2, 5, 13, 25)
+# The return that counts as learned where the task's own threshold is too low or there is none.
+_LEVELS_TO_JOIN_FOR = {
+    CARTPOLE: 475.0,
+    "Acrobot-v1": -85.0,
+    LUNARLANDER: 200.0,
+    "LunarLanderContinuous-v3": 200.0,
+    "Pendulum-v1": -200.0,
+}
+
+
+def _joining(build: _Builder) -> Experiment:
+    """What a member of a federation saves, by the number of members, of which almost a quarter attack."""
+    task = build.task or LUNARLANDER
+    level = _LEVELS_TO_JOIN_FOR.get(task.rpartition(":")[2]) or envs.make(task).reward_threshold
+    if level is None:
+        raise ValueError(
+            f"joining needs a return that counts as learned, and {task} has none: choose one of "
+            f"{', '.join(_LEVELS_TO_JOIN_FOR)}, or a task with a reward threshold."
+        )
+
+    def panel(attack: str) -> Panel:
+        cells = [build.cell("PPO alone", 1, env=task, algorithm="PPO")]
+        for size in SIZES_TO_JOIN:
+            shared: dict[str, Any] = {"env": task, "num_agents": size, "num_byzantine": (size - 1) // 4}
+            cells += [
+                build.cell("DecByzPPO", size, algorithm="DecByzPPO", attack=attack, **shared),
+                build.cell("Dec-PPO", size, algorithm="Dec-PPO", attack=attack, **shared),
+            ]
+        return Panel(attack, task, tuple(cells), level=level)
+
+    return Experiment(
+        "joining",
+        "Does joining pay?",
+        "⌊(K − 1)/4⌋ of K members attack. How many environment steps of its own does a member need until a level? PPO "
+        "alone has settings of its own, and Dec-PPO is plain averaging under the same attack.",
+        "reach",
+        tuple(map(panel, FIVE_ATTACKS)),
+    )
+
+
 _DECENTRALIZED: dict[str, Any] = {"robust": "DecByzPG", "plain": "Dec-PAGE-PG"}
 _CENTRALIZED: dict[str, Any] = {"robust": "ByzPG", "plain": "Fed-PAGE-PG"}
 # `key` is the name of the figure in published_curves.json.
@@ -522,7 +565,10 @@ EXPERIMENTS: dict[str, Callable[[_Builder], Experiment]] = {
     "rotating": _rotating,
     "agreement": _agreement,
     "averaging": _averaging,
+    "joining": _joining,
 }
+# Experiments on agents with a critic: their length is counted in steps, and they have the tuned preset alone.
+WITH_CRITIC = ("joining",)
 
 
 def texts(name: str) -> tuple[str, str] | None:
@@ -539,7 +585,7 @@ COLLECTIONS: dict[str, tuple[Sequence[str], str | None]] = {
     "cartpole": (("fig1", "fig2", "fig4", "fig5"), CARTPOLE),
     "lunarlander": (("fig1", "fig3", "fig4", "fig6"), LUNARLANDER),
     "all": (FIGURES, None),
-    "beyond": (tuple(name for name in EXPERIMENTS if name not in FIGURES), None),
+    "beyond": (tuple(name for name in EXPERIMENTS if name not in (*FIGURES, *WITH_CRITIC)), None),
 }
 
 
@@ -549,7 +595,7 @@ def grid(names: Iterable[str], scope: Scope, task: str | None = None) -> Grid:
     Args:
         names: Names of EXPERIMENTS or COLLECTIONS.
         scope: What all runs have in common.
-        task: The task to which panels are narrowed; None keeps all of them.
+        task: The task to which panels are narrowed, and on which `joining` is run; None keeps all panels.
 
     Raises:
         ValueError: If a name is unknown, or none of the experiments has a panel of the task.
@@ -561,7 +607,7 @@ def grid(names: Iterable[str], scope: Scope, task: str | None = None) -> Grid:
         members, of_task = COLLECTIONS.get(name, ((name,), None))
         for member in members:
             wanted.setdefault(member, set()).add(of_task)
-    build = _Builder(scope)
+    build = _Builder(scope, task)
     experiments = []
     for name in EXPERIMENTS:
         if name in wanted:
@@ -571,6 +617,9 @@ def grid(names: Iterable[str], scope: Scope, task: str | None = None) -> Grid:
             if kept:
                 experiments.append(replace(made, panels=kept))
     if not experiments:
-        raise ValueError(f"none of these experiments is on task {task!r}: choose {CARTPOLE} or {LUNARLANDER}.")
+        raise ValueError(
+            f"none of these experiments is on task {task!r}: choose {CARTPOLE} or {LUNARLANDER}; only "
+            f"{' and '.join(WITH_CRITIC)} can be run on other tasks."
+        )
     needed = {cell.run for experiment in experiments for panel in experiment.panels for cell in panel.cells}
     return Grid(tuple(experiments), {name: settings for name, settings in build.settings.items() if name in needed})

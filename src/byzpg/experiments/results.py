@@ -118,6 +118,7 @@ def _experiment(data: dict[str, Any]) -> Experiment:
             panel["task"],
             tuple(Cell(**{**cell, "label": cell["label"].removesuffix(OLD_WORD)}) for cell in panel["cells"]),
             tuple(panel["published"]) if panel["published"] else None,  # pyright: ignore[reportArgumentType]
+            panel.get("level"),
         )
         for panel in data["panels"]
     ]

@@ -27,7 +27,7 @@ from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.robust.aggregators import Mean
 from byzpg.robust.attacks import AvgZero
 
-# The return that counts as learned, by task.
+# The return that counts as learned, by task, unless a panel has one of its own.
 LEVELS = {CARTPOLE: 450.0, LUNARLANDER: 200.0}
 # Number of trajectories per agent over which a return is averaged before it counts, and that of steps.
 WINDOW = 100
@@ -196,19 +196,42 @@ def trajectories_to_level(result: Result, level: float | None = None) -> np.ndar
     A task is solved at the trajectories to its own threshold. Without a level, the task must be one of LEVELS.
     """
     level = LEVELS[result.settings.env] if level is None else level
-    window = WINDOW if result.settings.unit == "trajectories" else WINDOW_OF_STEPS
-    return trajectories_to_reach(result.progress, result.returns, level, window)
+    return trajectories_to_reach(result.progress, result.returns, level, window_of(result))
+
+
+def window_of(result: Result) -> int:
+    """The number of trajectories or, with a critic, of steps over which a return is averaged before it counts."""
+    return WINDOW if result.settings.unit == "trajectories" else WINDOW_OF_STEPS
+
+
+def level_of(panel: Panel) -> float:
+    """The return that counts as learned in a panel."""
+    return LEVELS[panel.task] if panel.level is None else panel.level
 
 
 def mean_reaches(result: Result, level: float) -> float:
     """Trajectories per agent until the mean curve reaches the level; ∞ if it never does."""
     mean = np.mean(result.returns, axis=0, keepdims=True, dtype=float)
-    return float(trajectories_to_reach(result.progress, mean, level, WINDOW)[0])
+    return float(trajectories_to_reach(result.progress, mean, level, window_of(result))[0])
 
 
-def reach_estimate(result: Result) -> Estimate:
+def reach_estimate(result: Result, level: float | None = None) -> Estimate:
     """The median of `trajectories_to_level` over seeds."""
-    return estimate(trajectories_to_level(result), lower_median)
+    return estimate(trajectories_to_level(result, level), lower_median)
+
+
+def saving(result: Result, alone: Result, level: float | None = None) -> Estimate:
+    """How many times more a single agent takes to the level than this run: the ratio of their medians over seeds.
+
+    It is 0 if this run does not get there, and ∞ if only the single agent does not.
+    """
+    times = [trajectories_to_level(each, level) for each in (alone, result)]
+
+    def ratio(pooled: np.ndarray, axis: int = 0) -> np.ndarray:
+        theirs, ours = (lower_median(part, axis) for part in np.split(pooled, [len(times[0])], axis))
+        return np.divide(theirs, ours, out=np.zeros_like(theirs), where=np.isfinite(ours))
+
+    return estimate(times, ratio)
 
 
 def plain_rival(cell: Cell, panel: Panel, runs: Mapping[str, Result]) -> Cell | None:

@@ -16,7 +16,17 @@ from byzpg.experiments.report.drawings import figure
 from byzpg.experiments.report.tables import numbers_table, options_table, published_tables
 from byzpg.experiments.report.wording import bullets, duration, heading, large, short_name, spread, whole
 from byzpg.experiments.results import Result, Results
-from byzpg.experiments.summaries import LEVELS, WINDOW, Comparison, Goal, comparisons, goals, mean_reaches, returns_at
+from byzpg.experiments.summaries import (
+    LEVELS,
+    WINDOW,
+    WINDOW_OF_STEPS,
+    Comparison,
+    Goal,
+    comparisons,
+    goals,
+    mean_reaches,
+    returns_at,
+)
 
 PRESETS = {
     "tuned": "our own options, which learn fastest and are the default",
@@ -44,7 +54,8 @@ GUIDE = {
     "one standard deviation over seeds.",
     "IQM": "The interquartile mean of the same returns, which leaves out the best and the worst quarter of the seeds.",
     "Until 450": f"Trajectories per agent until the mean return of the last {WINDOW} trajectories reaches this level "
-    "(LunarLander: 200), as the median over seeds. “Never” means not within the run.",
+    f"(LunarLander: 200), as the median over seeds. “Never” means not within the run. With a critic: steps, and the "
+    f"mean over {WINDOW_OF_STEPS:,} of them.",
     "Beats plain averaging": "The probability that a run ends above a run of plain averaging under the same attack.",
     "[Brackets]": "95 % intervals, bootstrapped over seeds. For several attacks together, seeds are resampled within "
     "each attack.",
@@ -140,10 +151,10 @@ def _top(chapters: Sequence[Chapter]) -> str:
     compared = [each for chapter in chapters for each in chapter.comparisons()]
     made = {id(each): each for chapter in chapters for several in chapter.provenance.values() for each in several}
     seconds = sum(each.get("seconds") or 0 for each in made.values())
-    facts = {
-        "training runs": f"{sum(len(result.returns) for result in runs):,}",
-        "trajectories": large(sum(_sampled(result) for result in runs)),
-    }
+    facts = {"training runs": f"{sum(len(result.returns) for result in runs):,}"}
+    for unit, name in {"trajectories": "trajectories", "steps": "steps of agents with a critic"}.items():
+        if sampled := sum(_sampled(result) for result in runs if result.settings.unit == unit):
+            facts[name] = large(sampled)
     if seconds:
         facts["training time, all runs"] = duration(seconds)
     if found:
@@ -166,7 +177,7 @@ arXiv 2401.03489. All other curves are from byzpg.</p>
 
 
 def _sampled(result: Result) -> float:
-    """The trajectories of all seeds and agents, as if every agent sampled in every iteration."""
+    """The trajectories or steps of all seeds and agents, as if every agent sampled in every iteration."""
     return result.progress[-1] * len(result.returns) * result.settings.num_agents
 
 

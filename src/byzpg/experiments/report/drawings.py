@@ -12,7 +12,7 @@ from byzpg.experiments.figures import COLOURS, GRID, INK, MUTED, RETURN_RANGES, 
 from byzpg.experiments.paper import Experiment
 from byzpg.experiments.report.wording import seeds_of, whole
 from byzpg.experiments.results import Result
-from byzpg.experiments.summaries import WINDOW, curve_names
+from byzpg.experiments.summaries import curve_names, window_of
 
 
 def figure(experiment: Experiment, runs: Mapping[str, Result], anchor: str) -> str:
@@ -56,7 +56,11 @@ def _caption(experiment: Experiment, runs: Mapping[str, Result]) -> str:
                         text += f" {panel.title}: {cell.label} leaves the axes, down to {whole(lowest)}."
             return text
         case "reach":
-            return f"Median over {seeds} with 95 % bootstrap intervals. Returns are means over {WINDOW} trajectories."
+            one = runs[experiment.panels[0].cells[0].run]
+            return (
+                f"Median over {seeds} with 95 % bootstrap intervals. Returns are means over {window_of(one):,} "
+                f"{one.settings.unit}. Dotted: a single agent."
+            )
         case "tolerance":
             return f"Interquartile mean over {seeds} of the last tenth of training, with 95 % bootstrap intervals."
         case "heatmap":

@@ -28,6 +28,7 @@ from byzpg.experiments.summaries import (
     estimates_apart,
     final_returns,
     improvement,
+    level_of,
     mean_reaches,
     named,
     plain_rival,
@@ -170,14 +171,16 @@ def numbers_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
 def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
     """A row per run, and a row for all attacks together if a method was attacked in several panels."""
     cells = [(panel, cell) for panel in experiment.panels for cell in panel.cells]
-    tasks = {panel.task for panel in experiment.panels}
-    placed, levels = experiment.kind in PLACES, tasks <= set(LEVELS)
+    placed = experiment.kind in PLACES
+    levels = all(panel.level is not None or panel.task in LEVELS for panel in experiment.panels)
     diameters = experiment.kind == "agreement"
     rivals = {(panel, cell): plain_rival(cell, panel, runs) for panel, cell in cells}
     names, _ = curve_names(experiment, runs)
     head = ["Method", *([PLACES[experiment.kind]] if placed else []), "Return at the end", "IQM [95 %]"]
     head += ["Diameter after"] * diameters
-    head += [f"Until {' or '.join(f'{LEVELS[task]:g}' for task in sorted(tasks))} [95 %]"] * levels
+    if levels:
+        told = dict.fromkeys(f"{level_of(panel):g}" for panel in experiment.panels)
+        head.append(f"Until {' or '.join(told)} [95 %]")
     head += ["Beats plain averaging [95 %]"] * any(rivals.values())
     groups: dict[str, list[str]] = {}
     for (panel, cell), rival in rivals.items():
@@ -189,7 +192,7 @@ def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
             means = run_means(result, "diameter_after")
             row.append("–" if means is None else small(float(np.mean(means))))
         if levels:
-            row.append(with_interval(reach_estimate(result), count))
+            row.append(with_interval(reach_estimate(result, level_of(panel)), count))
         if any(rivals.values()):
             row.append(with_interval(improvement(final, final_returns(runs[rival.run])), share) if rival else "")
         group = groups.setdefault("All panels" if shared else escape(panel.title), [])
