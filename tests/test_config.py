@@ -502,3 +502,20 @@ def test_bad_input_is_one_error_that_names_value_and_rule(given: dict[str, Any],
     message = str(caught.value)
     assert [part for part in parts if part not in message] == []
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, "DecByzPPO"),
+        ({"env": "gymnasium:Pendulum-v1"}, "DecByzPPO"),
+        ({"env": "LunarLander-v3"}, "DecByzPG"),
+        ({"env": "LunarLander-v3", "steps": 5000}, "DecByzPPO"),
+        ({"trajectories": 60}, "DecByzPG"),
+        ({"estimator": "REINFORCE"}, "DecByzPG"),
+        ({"preset": "paper"}, "DecByzPG"),
+    ],
+    ids=str,
+)
+def test_auto_is_the_best_algorithm_that_has_the_options_that_are_given(options: dict[str, Any], chosen: str) -> None:
+    assert Config(algorithm="auto", **options).resolved().algorithm == chosen

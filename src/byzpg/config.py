@@ -208,6 +208,10 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"), MUJOCO),
 }
 
+# Where DecByzPPO with this preset was measured to learn faster than DecByzPG, on seeds that were not used to choose it.
+TUNED_WITH_CRITIC = ("CartPole-v1", "Pendulum-v1")
+AUTO = "auto"  # in place of an algorithm
+
 # What the tuned preset says about PPO alone, whose gradients have no attackers to withstand: many small updates with
 # Adam's own momentum, as in the tables of RL Baselines3 Zoo.
 PPO_ALONE_DEFAULTS: dict[str, Any] = {
@@ -305,7 +309,8 @@ class Config:
     """Task: one of `byzpg list`, gymnasium:ID, envpool:ID, or your own as module:factory."""
     algorithm: str = "DecByzPG"
     """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG, DecByzPG; with a critic PPO, Fed-PPO, ByzPPO, Dec-PPO,
-    DecByzPPO; or for comparison SVRPG, FedPG-BR or N-PG-IGT."""
+    DecByzPPO; for comparison SVRPG, FedPG-BR, N-PG-IGT; or auto: the best one measured for the task, DecByzPPO or
+    DecByzPG."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
     """Source of all other defaults: tuned (learns fastest), paper (its table), theory (what its theorems ask for),
     script (the authors' code)."""
@@ -421,7 +426,8 @@ class Config:
         for option in ("env", "preset", "algorithm"):
             if not isinstance(given[option], str):
                 raise ValueError(f"{option} must be a name, got {given[option]!r}.")
-        env, preset, name = given["env"], given["preset"], _algorithm_name(given["algorithm"])
+        env, preset = given["env"], given["preset"]
+        name = self.best_algorithm if given["algorithm"] == AUTO else _algorithm_name(given["algorithm"])
         if preset not in PRESETS:
             raise ValueError(unknown("preset", preset, PRESETS))
         task = find_task(env)
@@ -447,6 +453,16 @@ class Config:
             values["small_batch"] = min(values["small_batch"], values["large_batch"])
         return _with_theory(values, task)
 
+    @property
+    def best_algorithm(self) -> str:
+        """The algorithm without a server that learns fastest, among those that have the options that are given."""
+        critic_only, page_only = (
+            any(getattr(self, option) not in (None, neutral) for option, neutral in options.items())
+            for options in (ONLY_PPO, ONLY_PAGE)
+        )
+        is_tuned = self.env.rpartition(":")[2] in TUNED_WITH_CRITIC
+        return "DecByzPPO" if critic_only or (is_tuned and self.preset == "tuned" and not page_only) else "DecByzPG"
+
     def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
         algorithm = ALGORITHMS[algorithm_name]
@@ -465,14 +481,19 @@ class Config:
         return values
 
     @classmethod
-    def load(cls, path: Path) -> "Config":
-        """Read a configuration from a .toml or .json file whose keys are the options."""
+    def load(cls, path: Path, **defaults: Any) -> "Config":
+        """Read a configuration from a .toml or .json file whose keys are the options.
+
+        Args:
+            path: The file.
+            defaults: Options in place of those that the file leaves out.
+        """
         try:
             text = path.read_text()
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"configuration {path} cannot be read: {error}") from None
-        return cls.of(values, str(path))
+        return cls.of(defaults | values if isinstance(values, dict) else values, str(path))
 
     @classmethod
     def of(cls, values: object, source: str) -> "Config":

@@ -398,7 +398,7 @@ def test_help_is_worth_reading(here: Here) -> None:
     assert done.returncode == 0
     text = " ".join(done.stdout.replace("│", " ").split())
     for line in (
-        "--num-agents INT Number of agents K, attackers included. Default: 13, or 1 for PAGE-PG. --num-byzantine INT",
+        "--num-agents INT Number of agents K, attackers included. Default: 13, or 1 for algorithms of one agent alone.",
         "--num-attackers INT Number of agents that really attack.",
         "--attack NAME What attackers do; `byzpg list` shows all attacks. (default: AvgZero)",
         "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers. (default: set by the preset)",

@@ -32,7 +32,7 @@ from byzpg.cli.resume import Resume
 from byzpg.cli.sweep import Sweep
 from byzpg.cli.train import Train
 from byzpg.cli.watch import Watch
-from byzpg.config import Config
+from byzpg.config import AUTO, Config
 from byzpg.robust.components import Component
 
 DESCRIPTION = """Byzantine fault-tolerant federated reinforcement learning.
@@ -78,7 +78,7 @@ def _options_from_file() -> Config:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     named = parser.parse_known_args(sys.argv[2:])[0].config if sys.argv[1:2] == ["train"] else None
-    return Config() if named is None else Config.load(named)
+    return Config(algorithm=AUTO) if named is None else Config.load(named, algorithm=AUTO)
 
 
 def _component_by_name(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import tyro
 
+from byzpg.cli.console import say
 from byzpg.cli.hardware import HardwareOptions, follows_another_process
 from byzpg.cli.resume import COMPARISON, finish
-from byzpg.config import Config, Settings
+from byzpg.config import AUTO, Config, Settings
 from byzpg.federation.devices import Hardware
 from byzpg.runs import RunDirectory
 
@@ -45,6 +46,8 @@ class Train:
         if follows_another_process(self.hardware):
             return
         settings = self.options.resolved()
+        if self.options.algorithm == AUTO:
+            say(f"Algorithm: {settings.algorithm}, the best one measured for these options. --algorithm sets another.")
         directory = free_directory(settings) if self.directory is None else self.directory
         planned = {directory: settings}
         if self.compare and settings.num_attackers and settings.algorithm in PLAIN:
