@@ -153,7 +153,7 @@ def _time_ours(task: str, steps: int) -> tuple[float, float, float]:
 
 def _time_rejax(task: str, steps: int) -> tuple[float, float, float]:
     """As `_time_ours`."""
-    import rejax
+    import rejax  # pyright: ignore[reportMissingImports]
 
     common, iteration = COMMON[task], NUM_ENVIRONMENTS * SEGMENT
     learner = rejax.PPO.create(
