@@ -4,25 +4,35 @@
     python benchmarks/ppo.py Pendulum-v1 --algorithm ByzPPO
     python benchmarks/ppo.py CartPole-v1 --algorithm PPO         # one agent alone
     python benchmarks/ppo.py CartPole-v1 --steps 2048 --seeds 1 --attacks AvgZero    # a quick check
+    python benchmarks/ppo.py Pendulum-v1 --against rejax         # speed of one agent; pip install 'byzpg[against]'
 
 For each attack, the table gives the environment steps per agent at which the mean return over seeds reaches the level
 (a mean over 4 % of the run), the return at the end over all seeds and of the worst one, and what is deployed:
 the mean of 100 episodes of the final policy in Gymnasium, drawn from the policy and greedy, over seeds. Baseline: the
 published return of one PPO agent (RL Baselines3 Zoo), in the last line. Seeds 2000 and up were not used to choose
 options.
+
+With --against rejax, the table compares PPO with rejax's on this machine, with the same numbers of environments, steps,
+epochs and minibatches, and the same networks: seconds to compile, environment steps per second (the best of three runs
+of one seed), and the steps and seconds of training until solved, median over three seeds; inf means never. Ours is
+solved when the training return is at the level, which counts whole episodes and so lags behind by one of them. rejax is
+solved when 128 episodes of its own evaluation are, without lag; the time of evaluations is not counted.
 """
 
 import argparse
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from byzpg import Config, training
 from byzpg.experiments.paper import FIVE_ATTACKS
+from byzpg.learning.advantages import PPO
 from byzpg.play import evaluate
 from byzpg.runs import Run, RunDirectory
 
@@ -31,8 +41,15 @@ LEVELS = {
     "CartPole-v1": (475, "500 after 100,000 steps"),
     "LunarLander-v3": (200, "242 after 1,000,000 steps"),
     "Pendulum-v1": (-200, "-172 after 100,000 steps"),
+    "Acrobot-v1": (-85, "-73.5 after 1,000,000 steps"),
 }
 WINDOW = 0.04  # share of a run over which returns are averaged
+# Of the comparison with rejax, by task: what both have in common, and what each is called there.
+COMMON: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {"step_size": 1e-3, "discount": 0.99, "epochs": 8, "minibatches": 16, "entropy": 0.01},
+    "Pendulum-v1": {"step_size": 1e-3, "discount": 0.9, "epochs": 10, "minibatches": 16, "entropy": 0.0},
+}
+NUM_ENVIRONMENTS, SEGMENT, HIDDEN = 64, 64, (64, 64)
 
 
 def main() -> None:
@@ -44,7 +61,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=2000)
     parser.add_argument("--episodes", type=int, default=100, help="of the deployed policy; 0: none")
+    parser.add_argument("--against", choices=["rejax"])
     arguments = parser.parse_args()
+    if arguments.against:
+        if arguments.task not in COMMON:
+            parser.error(f"--against compares {' and '.join(COMMON)}, got {arguments.task}.")
+        compare_with_rejax(arguments.task, arguments.steps or 2**18)
+        return
     jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
 
     def say(progress: training.Progress) -> None:
@@ -78,6 +101,91 @@ def main() -> None:
         f"{settings.length:,} steps per agent, {settings.ppo}, η = {settings.step_size:g}, β = {settings.momentum:g}; "
         f"baseline: one agent, published {published}"
     )
+
+
+def compare_with_rejax(task: str, steps: int) -> None:
+    """Print compile time, steps per second and time until solved of both."""
+    found = {"byzpg": _time_ours(task, steps), "rejax": _time_rejax(task, steps)}
+    print("| | compile, s | steps/s | solved after, steps | solved after, s |\n|---|---:|---:|---:|---:|")
+    for name, (compiling, rate, solved) in found.items():
+        print(f"| {name} | {compiling:.1f} | {rate:,.0f} | {solved:,.0f} | {solved / rate:.1f} |")
+    (_, ours, our_steps), (_, theirs, their_steps) = found.values()
+    print(
+        f"{task} to {LEVELS[task][0]}: {ours / theirs:.2f} × the steps/s of rejax, "
+        f"{their_steps / theirs / (our_steps / ours):.2f} × as soon; {steps:,} steps, {NUM_ENVIRONMENTS} × {SEGMENT} "
+        f"per iteration, {COMMON[task]['epochs']} epochs × {COMMON[task]['minibatches']} minibatches, on "
+        f"{jax.devices()[0].device_kind} ({os.cpu_count()} cores)"
+    )
+
+
+def _time_ours(task: str, steps: int) -> tuple[float, float, float]:
+    """Seconds to compile, steps per second, and steps until solved."""
+    common = COMMON[task]
+    learner = PPO(
+        NUM_ENVIRONMENTS, SEGMENT, common["epochs"], common["minibatches"], entropy=common["entropy"], reward_scale=0.1
+    )
+
+    def train(seed: int) -> tuple[float, Run]:
+        config = Config(
+            env=task,
+            algorithm="PPO",
+            num_seeds=1,
+            seed=seed,
+            steps=steps,
+            step_size=common["step_size"],
+            discount=common["discount"],
+            momentum=0.0,
+            hidden=HIDDEN,
+            activation="tanh",
+            ppo=learner,
+        )
+        started = time.perf_counter()
+        run = training.train(config)
+        return time.perf_counter() - started, run
+
+    first, _ = train(2000)
+    seconds, runs = zip(*(train(seed) for seed in range(2001, 2004)), strict=True)
+    solved = [
+        run.steps[0][np.argmax(there)] if any(there := run.returns[0] >= LEVELS[task][0]) else np.inf for run in runs
+    ]
+    return first - min(seconds), steps / min(seconds), float(np.median(solved))
+
+
+def _time_rejax(task: str, steps: int) -> tuple[float, float, float]:
+    """As `_time_ours`."""
+    import rejax  # pyright: ignore[reportMissingImports]
+
+    common, iteration = COMMON[task], NUM_ENVIRONMENTS * SEGMENT
+    learner = rejax.PPO.create(
+        env=task,
+        num_envs=NUM_ENVIRONMENTS,
+        num_steps=SEGMENT,
+        num_epochs=common["epochs"],
+        num_minibatches=common["minibatches"],
+        learning_rate=common["step_size"],
+        gamma=common["discount"],
+        ent_coef=common["entropy"],
+        max_grad_norm=0.5,
+        normalize_rewards=True,  # which ours scales
+        total_timesteps=steps,
+        eval_freq=iteration,
+        skip_initial_evaluation=True,
+        agent_kwargs={"hidden_layer_sizes": HIDDEN, "activation": "tanh"},
+    )
+    silent = learner.replace(eval_callback=lambda learner, state, key: ())
+    started = time.perf_counter()
+    train = jax.jit(silent.train).lower(jax.random.key(0)).compile()
+    compiling = time.perf_counter() - started
+    seconds, solved = [], []
+    evaluated = jax.jit(learner.train)
+    for seed in range(2001, 2004):
+        started = time.perf_counter()
+        jax.block_until_ready(train(jax.random.key(seed)))
+        seconds.append(time.perf_counter() - started)
+        _, (_, returns) = evaluated(jax.random.key(seed))
+        there = np.mean(returns, axis=1) >= LEVELS[task][0]
+        solved.append(iteration * (1 + np.argmax(there)) if any(there) else np.inf)
+    return compiling, steps / min(seconds), float(np.median(solved))
 
 
 def _learned(run: Run, level: float) -> tuple[str, float, float]:

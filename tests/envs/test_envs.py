@@ -188,7 +188,7 @@ def test_the_pendulum_starts_as_gymnasiums() -> None:
 
 def turned(state: np.ndarray, action: np.ndarray | int, dtype: Any = np.float32) -> tuple[acrobot.State, Any, Any]:
     """A step of the acrobot from Gymnasium's state [..., 4]."""
-    return TURN(acrobot.State(*(np.asarray(state[..., i], dtype) for i in range(4))), (np.asarray(action),), ())
+    return TURN(acrobot.State(*(jnp.asarray(state[..., i], dtype) for i in range(4))), (np.asarray(action),), ())
 
 
 def angle_between(ours: Any, theirs: np.ndarray) -> np.ndarray:
@@ -222,8 +222,8 @@ def test_one_step_of_the_acrobot_is_gymnasiums() -> None:
         np.stack(acrobot.Acrobot().observe(after), axis=-1)[1000:], np.array(seen)[1000:], atol=1e-4
     )
     cut, limits = np.abs(np.stack(after, axis=-1)), [np.pi, np.pi, 4 * np.pi, 9 * np.pi]
-    assert np.all(cut <= np.float32(limits) + 1e-6)
-    assert np.all(np.any(cut[:, 2:] > np.float32(limits[2:]) - 1e-6, axis=0)), "speeds at each limit"
+    assert np.all(cut <= np.asarray(limits, np.float32) + 1e-6)
+    assert np.all(np.any(cut[:, 2:] > np.asarray(limits[2:], np.float32) - 1e-6, axis=0)), "speeds at each limit"
     height = -np.cos(expected[:, 0]) - np.cos(expected[:, 0] + expected[:, 1])
     clear = (np.abs(height - 1) > 1e-3) & (np.arange(3000) >= 1000)
     assert 0.1 < np.mean(np.array(ends)[clear]) < 0.9

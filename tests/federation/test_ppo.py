@@ -37,6 +37,7 @@ TINY: dict[str, Any] = {
     "horizon": 30,
     "optimizer": "adam",
     "step_size": 0.01,
+    "discount": 0.99,  # one agent alone has another preset
     "momentum": 0.0,
     "num_seeds": 2,
     "steps": 96,
@@ -226,6 +227,26 @@ def test_the_first_policy_is_almost_uniform_and_agents_start_alike() -> None:
     weights = agent.policy.unflatten(parameters[: agent.policy.dimension])
     shares = jax.nn.softmax(agent.policy.outputs(weights, jax.random.normal(jax.random.key(2), (50, 4))))
     np.testing.assert_allclose(shares, 0.5, atol=0.02)
+
+
+@pytest.mark.parametrize("segment", [8, 24, 4096])
+def test_every_epoch_has_a_random_order_of_its_own(segment: int) -> None:
+    """Numbers of steps that are a power of two and that are not; every step is once in every epoch."""
+    agent = agent_of(ppo=PPO(environments=2, segment=segment, epochs=3, minibatches=4))
+    orders = np.asarray(agent._orders(jax.random.split(jax.random.key(3), 2)))
+    num_steps = 2 * segment
+    assert orders.shape == (2, 3, num_steps)
+    np.testing.assert_array_equal(np.sort(orders, axis=-1), np.broadcast_to(np.arange(num_steps), orders.shape))
+    assert len(np.unique(orders.reshape(6, -1), axis=0)) == 6
+    if num_steps > 1000:  # the minibatch of a step says nothing about its number, nor about that in another epoch
+        placed = np.argsort(orders.reshape(6, -1), axis=-1)
+        np.testing.assert_allclose(np.corrcoef([np.arange(num_steps), *placed]), np.eye(7), atol=0.05)
+    assert (
+        agent_of(ppo=PPO(environments=2, segment=segment, minibatches=1))._orders(
+            jax.random.split(jax.random.key(3), 2)
+        )
+        is None
+    )
 
 
 # Normalized observations

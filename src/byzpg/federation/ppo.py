@@ -64,7 +64,7 @@ class Batch:
     environments: Environments
     steps: Steps  # [agent, environment, time, ...]
     statistics: Array | None  # of the observations [agent, 2n], if they are normalized
-    keys: Array  # [agent, ...], the data of the keys of minibatches
+    orders: Array | None  # of the steps in each epoch [agent, epoch, step]; None if it has one minibatch
 
 
 @dataclass(frozen=True)
@@ -201,10 +201,27 @@ class PPOAgent(Agent):
             health=Health.perfect(len(keys)),
         )
         steps = jax.vmap(of_agent)(numbers, state.parameters, experience.segment)
-        minibatch_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, MINIBATCHES)
         seen = experience.segment.observations
         measured = jax.vmap(statistics)(seen) if self.ppo.normalize_observations else None
-        return Batch(environments, steps, measured, jax.random.key_data(minibatch_keys)), sampled
+        return Batch(environments, steps, measured, self._orders(keys)), sampled
+
+    def _orders(self, keys: Array) -> Array | None:
+        """A random order of the steps for each epoch.
+
+        Sorting can take longer than a gradient. It is done once per epoch, and sorts words of random high bits whose
+        low bits are the numbers of the steps, which on CPUs is ten times as fast as `jax.random.permutation`.
+        """
+        if self.ppo.minibatches == 1:
+            return None
+
+        def of_epoch(key: Array, epoch: Array) -> Array:
+            words = jax.random.bits(jax.random.fold_in(key, epoch), (self.ppo.num_steps,))
+            return (jnp.sort(words & ~low | numbers, stable=False) & low).astype(jnp.int32)
+
+        numbers = jnp.arange(self.ppo.num_steps, dtype=jnp.uint32)
+        low = jnp.uint32(2 ** (self.ppo.num_steps - 1).bit_length() - 1)
+        for_minibatches = jax.vmap(jax.random.fold_in, (0, None))(keys, MINIBATCHES)
+        return jax.vmap(jax.vmap(of_epoch, (None, 0)), (0, None))(for_minibatches, jnp.arange(self.ppo.epochs))
 
     def message(self, state: AgentState, memory: Memory, batch: Batch, exchange: Array | int) -> tuple[Memory, Array]:
         """What an agent learned in one exchange and, in the last one, how far its statistics would move those of θ."""
@@ -264,19 +281,17 @@ class PPOAgent(Agent):
         size = self.ppo.num_steps // self.ppo.minibatches
         epoch, part = jnp.divmod(jnp.asarray(update), self.ppo.minibatches)
 
-        def of_agent(numbers: tuple[Array, ...], parameters: Array, steps: Steps, key: Array) -> Array:
+        def of_agent(numbers: tuple[Array, ...], parameters: Array, steps: Steps, orders: Array | None) -> Array:
             agent = with_numbers(code, numbers)
             steps = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), steps)
-            if self.ppo.minibatches > 1:
-                shuffled = jax.random.fold_in(jax.random.wrap_key_data(key), epoch)
-                order = jax.random.permutation(shuffled, self.ppo.num_steps)
-                chosen = lax.dynamic_slice_in_dim(order, part * size, size)
+            if orders is not None:
+                chosen = lax.dynamic_slice(orders, (epoch, part * size), (1, size))[0]
                 steps = jax.tree.map(lambda leaf: leaf[chosen], steps)
             whole = partial(objective, agent.policy, agent.critic, steps=steps, options=agent.ppo)
             gradients = self.parts(jax.grad(whole)(parameters))
             return jnp.concatenate([shortened(each, agent.ppo.largest_norm) for each in gradients])
 
-        return jax.vmap(of_agent)(numbers, parameters, batch.steps, batch.keys)
+        return jax.vmap(of_agent)(numbers, parameters, batch.steps, batch.orders)
 
     def _separated(self, num_agents: int) -> tuple["PPOAgent", tuple[Array, ...]]:
         """The agents' code, and their numbers [agent]."""
