@@ -1,7 +1,7 @@
 """Act with an exported policy: NumPy and Gymnasium are enough, and neither JAX nor byzpg is needed.
 
-    byzpg export runs/CartPole-v1-DecByzPG-AvgZero-1 --format numpy
-    python examples/act_without_jax.py runs/CartPole-v1-DecByzPG-AvgZero-1/policy.npz
+    byzpg export runs/CartPole-v1-DecByzPPO-AvgZero-1 --format numpy
+    python examples/act_without_jax.py runs/CartPole-v1-DecByzPPO-AvgZero-1/policy.npz
 
 Needs `pip install 'gymnasium[classic-control]'`.
 """

@@ -1,7 +1,7 @@
 """Use a trained policy: load a run, or train one, and act with it in Gymnasium's own CartPole.
 
     python examples/use_policy.py
-    python examples/use_policy.py --run runs/CartPole-v1-DecByzPG-AvgZero-1 --output plots
+    python examples/use_policy.py --run runs/CartPole-v1-DecByzPPO-AvgZero-1 --output plots
 
 Needs `pip install 'byzpg[gymnasium]'`. `run.policy()` is an ordinary object: `act` takes an observation as a NumPy
 array and returns the action, and needs no federation around it. The script keeps the run that it trains in the output

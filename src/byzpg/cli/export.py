@@ -21,7 +21,7 @@ class Export:
 
     The file holds the weights and describes the network, the task and its actions.
 
-    Example: byzpg export runs/CartPole-v1-DecByzPG-AvgZero-1 --format onnx
+    Example: byzpg export runs/CartPole-v1-DecByzPPO-AvgZero-1 --format onnx
     """
 
     directory: tyro.conf.Positional[Path]

@@ -14,7 +14,7 @@ class Play:
 
     Prints the returns. Where the environment can be drawn, the first episode is saved as an animation.
 
-    Example: byzpg play runs/CartPole-v1-DecByzPG-AvgZero-1 --episodes 3
+    Example: byzpg play runs/CartPole-v1-DecByzPPO-AvgZero-1 --episodes 3
     """
 
     directory: tyro.conf.Positional[Path]

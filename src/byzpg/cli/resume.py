@@ -25,7 +25,7 @@ class Resume:
 
     The result is the same as if the run had never stopped.
 
-    Example: byzpg resume runs/CartPole-v1-DecByzPG-AvgZero-1
+    Example: byzpg resume runs/CartPole-v1-DecByzPPO-AvgZero-1
     """
 
     directory: tyro.conf.Positional[Path]

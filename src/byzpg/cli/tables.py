@@ -37,7 +37,7 @@ LAST_TENTH, BEST, SOLVED, WEIGHT = "last tenth", "best", "solved at", "attackers
 MEANINGS = {
     LAST_TENTH: "mean return over the last tenth of training",
     BEST: "highest point of the mean learning curve",
-    SOLVED: "trajectories per agent until solved, of PPO steps (median over seeds)",
+    SOLVED: "trajectories, or with a critic steps, per agent until solved (median over seeds)",
     WEIGHT: "their share of the aggregated gradient",
 }
 

@@ -51,6 +51,8 @@ def gradient_estimate(settings: Settings) -> tuple[str, str, str]:
     With p = 1, no algorithm uses the PAGE correction.
     """
     momentum = f"momentum {settings.momentum:g}" if settings.momentum else "no momentum"
+    if settings.optimizer == "local-adam":
+        momentum += " and Adam at the agents"
     if settings.has_critic:
         learner = settings.ppo
         played = f"{learner.environments} × {learner.segment} steps per iteration"
