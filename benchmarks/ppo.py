@@ -204,7 +204,7 @@ def _deployed(run: Run, num_episodes: int) -> list[str]:
     found = []
     for sample in (True, False):
         means = [
-            np.mean(evaluate(run.policy(index), run.settings, num_episodes, 10_000, sample=sample)[0])
+            np.mean(evaluate(run.policy(index), run.settings, num_episodes, 10_000, sample=sample, drawn=False)[0])
             for index in range(run.settings.num_seeds)
         ]
         found.append(f"{np.mean(means):.0f} (worst {np.min(means):.0f})")

@@ -10,9 +10,11 @@ from byzpg.config import Settings
 from byzpg.envs import host
 from byzpg.runs import TrainedPolicy
 
+AT_ONCE = 100  # episodes that are played side by side
+
 
 def evaluate(
-    policy: TrainedPolicy, settings: Settings, num_episodes: int, seed: int, *, sample: bool
+    policy: TrainedPolicy, settings: Settings, num_episodes: int, seed: int, *, sample: bool, drawn: bool = True
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Play whole episodes with a trained policy.
 
@@ -22,9 +24,10 @@ def evaluate(
         num_episodes: The number of episodes.
         seed: Seed of the environment; episode i starts from seed + i.
         sample: Whether to draw actions from the policy instead of taking the most likely ones.
+        drawn: Whether to keep the frames of the first episode.
 
     Returns:
-        The returns [episode], and the frames of the first episode, if the task can be drawn.
+        The returns [episode], and the frames, if the task can be drawn.
     """
     missing = "playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'."
     try:
@@ -34,19 +37,22 @@ def evaluate(
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames stay in memory; without this, SDL looks for a screen
     task = host.describe(f"gymnasium:{settings.env}" if settings.env in envs.ENVIRONMENTS else settings.env)
     returns, frames = np.zeros(num_episodes), []
-    only = np.zeros(1, int)
     try:
-        with task.stage(1, drawn=True) as stage:
-            for episode in range(num_episodes):
-                observation = stage.reset(only + seed + episode)
+        for first in range(0, num_episodes, AT_ONCE):
+            of_these = range(first, min(first + AT_ONCE, num_episodes))
+            with task.stage(len(of_these), drawn=drawn) as stage:
+                observations, live = stage.reset(seed + np.asarray(of_these)), np.arange(len(of_these))
+                key = jax.random.fold_in(jax.random.key(seed), first)
                 for step in range(task.horizon or settings.horizon):
-                    if episode == 0 and (picture := stage.picture()) is not None:
+                    if drawn and first == 0 and live[0] == 0 and (picture := stage.picture()) is not None:
                         frames.append(picture)
-                    key = jax.random.fold_in(jax.random.key(seed), episode) if sample else None
-                    action = policy.act(observation, key if key is None else jax.random.fold_in(key, step))
-                    observation, reward, terminated, truncated = stage.step(only, action)
-                    returns[episode] += reward[0]
-                    if terminated[0] or truncated[0]:
+                    # Also for episodes that have ended, so that it is compiled once.
+                    actions = policy.act(observations, jax.random.fold_in(key, step) if sample else None)
+                    outcome = stage.step(live, actions[live])
+                    observations[live] = outcome.observations
+                    returns[first + live] += outcome.rewards
+                    live = live[~(outcome.terminated | outcome.truncated)]
+                    if not len(live):
                         break
     except gymnasium.error.DependencyNotInstalled:
         raise ValueError(missing) from None
