@@ -26,6 +26,7 @@ from typing import IO, Any
 from zipfile import BadZipFile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from byzpg._files import write_atomically
@@ -169,7 +170,8 @@ class Run:
             output: "last", "uniform", or None for what the settings say.
         """
         learner = self.settings.federation().agent
-        return TrainedPolicy(learner.policy, np.asarray(learner.deployed(self.held(seed, agent, output)[None])[0]))
+        held = jnp.asarray(self.held(seed, agent, output))
+        return TrainedPolicy(learner.policy, np.asarray(learner.deployed(held[None])[0]))
 
     def held(self, seed: int = 0, agent: int = 0, output: str | None = None) -> np.ndarray:
         """The parameters θ [d] of one agent, with all that is not its policy's; arguments as for `policy`."""

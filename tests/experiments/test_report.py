@@ -434,7 +434,7 @@ def joining() -> Results:
         wanted = np.array([[0.8], [1.0], [1.2]]) * slow * 80_000 / settings.num_agents**0.5
         ends = np.arange(1000, 100_001, 1000.0)
         returns = np.where(learns & (ends >= wanted), 500.0, 20.0)
-        runs[name] = replace(with_returns(result, returns), trajectories=ends)
+        runs[name] = replace(with_returns(result, returns), progress=ends)
     return replace(made, runs=runs)
 
 

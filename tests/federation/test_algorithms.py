@@ -171,7 +171,8 @@ def test_adam_at_the_agents_scales_messages_by_the_agents_own_squares_and_steps_
     learner = agent(momentum=SHARE, optimizer="local-adam", adam_epsilon=1e-3)
     estimates = draws(4, learner.dimension) * np.logspace(-3, 2, learner.dimension, dtype=np.float32)
     state = learner.initial(jnp.zeros((2, learner.dimension)))
-    history, mean, square = learner.initial_history(state.parameters), 0.0, 0.0
+    history: Any = learner.initial_history(state.parameters)
+    message, mean, square = state.parameters, 0.0, 0.0
     for step, estimate in enumerate(estimates.astype(float), start=1):
         history, message = learner.remember(history, jnp.asarray(estimate, jnp.float32))
         mean, square = SHARE * mean + (1 - SHARE) * estimate, 0.999 * square + 0.001 * estimate**2
@@ -180,7 +181,6 @@ def test_adam_at_the_agents_scales_messages_by_the_agents_own_squares_and_steps_
     moved = learner.advance(state, message, message, True).parameters
     np.testing.assert_allclose(moved, STEP * message, rtol=1e-6)
     spoiled = jnp.asarray(estimates[0]).at[0, 1].set(jnp.inf)
-    assert history is not None
     kept: Any = learner.remember(history, spoiled)[0]
     np.testing.assert_array_equal(kept.squares[0], history.squares[0])
     assert np.any(np.asarray(kept.squares[1] != history.squares[1]))

@@ -580,7 +580,7 @@ def test_a_step_of_its_own_along_a_gradient_that_is_not_finite_is_not_taken() ->
     agent = agent_of(ppo="PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)")
     state, memory, _, batch = a_batch(agent, 3)
     _, whole = sent(agent, state, memory, batch, 0)
-    first = np.asarray(jax.random.permutation(jax.random.fold_in(jax.random.wrap_key_data(batch.keys[1]), 0), 16))[0]
+    first = batch.orders[1, 0, 0]
     poisoned = batch.steps.advantages.reshape(3, 16).at[1, first].set(jnp.inf).reshape(batch.steps.advantages.shape)
     memory, message = sent(agent, state, memory, replace(batch, steps=replace(batch.steps, advantages=poisoned)), 0)
     np.testing.assert_array_equal(message[jnp.array([0, 2])], whole[jnp.array([0, 2])])
