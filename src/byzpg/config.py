@@ -181,15 +181,20 @@ PPO_DEFAULTS: dict[str, Any] = {
 }
 PPO_BY_TASK: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
-        "steps": 20_480,
-        "step_size": 2e-2,
+        "steps": 15_360,
+        "step_size": 3e-2,
+        "decay": 0.8,
         "discount": 0.99,
-        "ppo": PPO(environments=2, segment=128, epochs=4, minibatches=1, reward_scale=0.1),
+        "ppo": PPO(environments=1, segment=128, epochs=4, minibatches=1, reward_scale=0.1),
     },
     "LunarLander-v3": {
-        "steps": 409_600,
-        "step_size": 2e-3,
-        "ppo": PPO(environments=4, segment=128, minibatches=1, gae_lambda=0.98, entropy=0.01, reward_scale=0.05),
+        "steps": 204_800,
+        "step_size": 2e-2,
+        "decay": 0.5,
+        "discount": 0.999,
+        "ppo": PPO(
+            environments=4, segment=256, epochs=8, minibatches=1, gae_lambda=0.98, entropy=5e-3, reward_scale=0.05
+        ),
     },
     "Pendulum-v1": {
         "steps": 40_960,
