@@ -250,7 +250,7 @@ def test_ppo_alone_has_a_preset_of_its_own() -> None:
     # What the preset does not say about one agent is what it says about a federation.
     assert (alone.hidden, alone.adam_epsilon) == ((16, 16), 1e-5)
     together = Config(algorithm="DecByzPPO").resolved()
-    assert (together.steps, together.step_size, together.momentum) == (30_720, 5e-3, 0.95)
+    assert (together.steps, together.step_size, together.momentum) == (20_480, 3e-2, 0.9)
     for algorithm in ("Fed-PPO", "Dec-PPO", "ByzPPO"):
         each = Config(algorithm=algorithm).resolved()
         assert (each.steps, each.ppo) == (together.steps, together.ppo)
@@ -513,6 +513,7 @@ def test_bad_input_is_one_error_that_names_value_and_rule(given: dict[str, Any],
         ({"env": "LunarLander-v3", "steps": 5000}, "DecByzPPO"),
         ({"trajectories": 60}, "DecByzPG"),
         ({"estimator": "REINFORCE"}, "DecByzPG"),
+        ({"estimator": "GPOMDP()", "gate": 1.0}, "DecByzPPO"),
         ({"preset": "paper"}, "DecByzPG"),
     ],
     ids=str,

@@ -181,7 +181,7 @@ PPO_DEFAULTS: dict[str, Any] = {
 }
 PPO_BY_TASK: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
-        "steps": 15_360,
+        "steps": 20_480,
         "step_size": 3e-2,
         "decay": 0.8,
         "discount": 0.99,
@@ -205,7 +205,7 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
         "ppo": PPO(environments=4, segment=128, epochs=4, minibatches=1, reward_scale=0.1),
     },
     "Acrobot-v1": {
-        "steps": 61_440,
+        "steps": 30_720,
         "step_size": 2e-2,
         "decay": 0.9,
         "ppo": PPO(environments=4, segment=128, epochs=4, minibatches=1, reward_scale=0.1),
@@ -462,7 +462,7 @@ class Config:
     def best_algorithm(self) -> str:
         """The algorithm without a server that learns fastest, among those that have the options that are given."""
         critic_only, page_only = (
-            any(getattr(self, option) not in (None, neutral) for option, neutral in options.items())
+            any(_component(o, getattr(self, o)) not in (None, _component(o, n)) for o, n in options.items())
             for options in (ONLY_PPO, ONLY_PAGE)
         )
         is_tuned = self.env.rpartition(":")[2] in TUNED_WITH_CRITIC

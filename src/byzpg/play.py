@@ -40,7 +40,7 @@ def evaluate(
     try:
         for first in range(0, num_episodes, AT_ONCE):
             of_these = range(first, min(first + AT_ONCE, num_episodes))
-            with task.stage(len(of_these), drawn=drawn) as stage:
+            with task.stage(len(of_these), drawn=drawn and first == 0) as stage:
                 observations, live = stage.reset(seed + np.asarray(of_these)), np.arange(len(of_these))
                 key = jax.random.fold_in(jax.random.key(seed), first)
                 for step in range(task.horizon or settings.horizon):

@@ -96,6 +96,16 @@ def test_steps_decay_linearly_over_the_run(optimizer: str) -> None:
         np.testing.assert_allclose(state.parameters - before, np.full(before.shape, expected), rtol=1e-3)
 
 
+def test_the_realized_direction_does_not_shrink_with_the_step() -> None:
+    learner = agent(optimizer="sgd", momentum=0.0, decay=1.0, large_batch=3, small_batch=3, trajectories=12)
+    state = learner.initial(jnp.zeros((2, learner.dimension)))
+    for _ in range(5):
+        before = state.parameters
+        state = learner.advance(state, before, jnp.ones_like(before), True)
+        state = learner.settle(before, state, state.parameters)
+        np.testing.assert_array_equal(state.direction, np.ones(before.shape))
+
+
 @pytest.mark.parametrize(("algorithm", "anchored"), [("SVRPG", True), ("PAGE-PG", False)])
 def test_small_batches_of_svrpg_correct_the_last_large_batch(algorithm: str, anchored: bool) -> None:
     learner = agent(algorithm=algorithm, optimizer="sgd")

@@ -10,6 +10,7 @@ Every function takes a batch of agents: arrays lead with [agent]. A live peer's 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
@@ -34,8 +35,9 @@ from byzpg.learning.gradients import (
 from byzpg.learning.host_rollouts import play
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.policies import Policy
-from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
+from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks, where_agents
 from byzpg.robust.components import Component
+from byzpg.robust.rules import Rule
 
 Optimizer = Literal["adam", "local-adam", "sgd", "normalized"]
 
@@ -114,10 +116,18 @@ class Agent(Component, ABC):
         """The number of estimates that an agent computes in one iteration."""
         return 1
 
+    def updates_before(self, iteration: Any) -> Any:
+        """The number of updates in all iterations before one."""
+        return iteration * self.num_updates
+
     @property
     def blocks(self) -> tuple[int, ...]:
         """The lengths of the parts of θ whose gradients are aggregated each by itself; the policy's is the first."""
         return (self.policy.dimension,)
+
+    def rule_of_block(self, block: int, rule: Rule) -> Rule:
+        """The rule that aggregates a block in a federation that aggregates with `rule`."""
+        return rule
 
     @abstractmethod
     def initial_parameters(self, key: Array) -> Array:
@@ -128,8 +138,8 @@ class Agent(Component, ABC):
         """What agents [agent, d] keep to themselves, before iteration 0; None if that is nothing."""
 
     @abstractmethod
-    def recalled(self, direction: Array, count: Array) -> Any:
-        """The memory of agents [agent, d] that lost theirs in iteration `count`, where v̂ was `direction`."""
+    def recalled(self, direction: Array, iteration: Array) -> Any:
+        """The memory of agents [agent, d] that lost theirs before an iteration [agent], where v̂ was `direction`."""
 
     @abstractmethod
     def request(self, state: AgentState, memory: Any, keys: Array, large: bool) -> Any:
@@ -221,12 +231,8 @@ class Agent(Component, ABC):
             squares = SQUARES * history.squares + (1 - SQUARES) * jnp.square(estimate)
             roots = jnp.sqrt(squares / (1 - SQUARES ** count[:, None]))
             message /= roots + per_agent(self.adam_epsilon, 2)
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(finite.reshape(-1, *[1] * (new.ndim - 1)), new, old),
-            History(mean, squares, count),
-            history,
-        )
-        return kept, jnp.where(finite[:, None], message, estimate)
+        kept = jax.tree.map(partial(where_agents, finite), History(mean, squares, count), history)
+        return kept, where_agents(finite, message, estimate)
 
     def recalled_history(self, direction: Array, count: Array) -> History | None:
         """The history of agents [agent, d] that lost theirs: as if all their estimates had been `direction`.
@@ -304,8 +310,8 @@ class PAGEAgent(Agent):
     def initial_memory(self, parameters: Array) -> History | None:
         return self.initial_history(parameters)
 
-    def recalled(self, direction: Array, count: Array) -> History | None:
-        return self.recalled_history(direction, count)
+    def recalled(self, direction: Array, iteration: Array) -> History | None:
+        return self.recalled_history(direction, self.updates_before(iteration))
 
     def request(self, state: AgentState, memory: Any, keys: Array, large: bool) -> Array:
         """The parameters [agent, point, d] with which agents with fresh keys [agent] play equal parts of a batch.
@@ -398,10 +404,11 @@ class PAGEAgent(Agent):
     def settle(self, before: Array, state: AgentState, agreed: Array) -> AgentState:
         """Take over the agreed parameters θ_{t+1}; `before` is θ_t.
 
-        With plain SGD, v̂_t becomes the realized direction (θ_{t+1} − θ_t)/η. A step of Adam is not a gradient, so there
-        v̂_t = v_t.
+        With plain SGD, v̂_t becomes the realized direction (θ_{t+1} − θ_t)/η. A step of Adam is not a gradient, and one
+        that decays may be 0, so there v̂_t = v_t.
         """
         state = replace(state, parameters=agreed)
-        if self.optimizer == "sgd" and self.conventions.uses_realized_direction and not self.anchored:
+        realizes = self.conventions.uses_realized_direction and not self.anchored
+        if self.optimizer == "sgd" and self.decay is None and realizes:
             state = replace(state, direction=(agreed - before) / per_agent(self.step_size, agreed.ndim))
         return state

@@ -212,7 +212,7 @@ class Peer:
             if leaf.shape == (1, self.dimension):
                 return jnp.asarray(next(rows)).reshape(leaf.shape)
             is_count = leaf.ndim == 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
-            return jnp.full_like(leaf, iteration * self.agent.num_updates) if is_count else leaf
+            return jnp.full_like(leaf, self.agent.updates_before(iteration)) if is_count else leaf
 
         return jax.tree.map(of, self._state)
 
@@ -273,6 +273,7 @@ class Peer:
             self._settled(jnp.asarray(vector)[None])
         self._state, self._advanced, self.returns = state, state, returns
         self._memory, self._longer = memory, memory
+        self._player.venues.clear()  # its episodes are none of the member's
 
 
 @dataclass(frozen=True)
@@ -373,7 +374,7 @@ class Worker:
                 jnp.asarray(attackers),
                 jnp.asarray(iteration),
                 attack_key(block_key(key, block)),
-                rule=federation.aggregator,
+                rule=federation.agent.rule_of_block(block, federation.aggregator),
                 num_byzantine=federation.num_byzantine,
             )
             lies.append(_false_gradients(attack, knowledge)[attackers.index(self.index)])
@@ -463,11 +464,11 @@ class Server:
 
 
 def _check_served(agent: Agent) -> None:
-    """Refuse agents whose workers could not tell, in another process, what they have played in this iteration."""
-    if agent.num_exchanges > 1 and isinstance(agent.env, HostTask):
+    """Refuse agents that would lose their environments between two messages, which other processes may compute."""
+    if agent.venue() is not None:
         raise ValueError(
-            f"on a host task, the workers of a server send one message per iteration, got {agent.num_exchanges}: set "
-            f"exchange_every={agent.num_updates}."
+            "the workers of a server cannot keep environments of a host task from one message to the next: use a task "
+            "written in JAX, or ByzPG, which plays whole episodes."
         )
 
 
@@ -606,11 +607,13 @@ def _aggregate(
     """As `_combine`, for gradients, whose blocks are aggregated each by itself, as in the simulator; None: a server."""
     receiver, found = len(received) if own is None else own, []
     for block, part in enumerate(agent.parts(received)):
-        found.append(_combine(rule, num_byzantine, part, present, own, rule_key(block_key(key, block), receiver)))
+        of_block = agent.rule_of_block(block, rule)
+        found.append(_combine(of_block, num_byzantine, part, present, own, rule_key(block_key(key, block), receiver)))
     if len(found) == 1:
         return found[0]
     parts, weights, diameters, defined = zip(*found, strict=True)
-    mean = None if weights[0] is None else jnp.mean(jnp.stack(weights), axis=0)
+    known = [each for each in weights if each is not None]
+    mean = jnp.mean(jnp.stack(known), axis=0) if known else None
     return jnp.concatenate(parts), mean, jnp.linalg.norm(jnp.stack(diameters)), jnp.all(jnp.stack(defined))
 
 

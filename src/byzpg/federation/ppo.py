@@ -26,7 +26,9 @@ from byzpg.learning.host_segments import Venue
 from byzpg.learning.policies import Critic
 from byzpg.learning.rollouts import PlayAttacks, where_agents
 from byzpg.learning.segments import Environments, Segment, play_segment
+from byzpg.robust.aggregators import Mean, TrimmedMean
 from byzpg.robust.components import with_numbers, without_numbers
+from byzpg.robust.rules import Rule
 
 # The factor of the policy's last layer in θ_0: so the first actions are almost uniform, whatever is observed.
 FIRST_POLICY = 0.01
@@ -110,6 +112,10 @@ class PPOAgent(Agent):
         theta = jnp.concatenate([policy, self.critic.initial(for_critic)])
         return jnp.pad(theta, (0, self.dimension - len(theta)))  # statistics that change nothing
 
+    def initial(self, parameters: Array) -> AgentState:
+        state = super().initial(parameters)
+        return replace(state, optimizer=()) if self._steps_alone else state  # its optimizer is in its memory
+
     def initial_memory(self, parameters: Array) -> Memory:
         return Memory(
             Environments.initial(self.env, len(parameters), self.ppo.environments),
@@ -117,11 +123,28 @@ class PPOAgent(Agent):
             jax.vmap(self._transform().init)(parameters) if self._steps_alone else None,
         )
 
-    def recalled(self, direction: Array, count: Array) -> Memory:
-        blank = self.initial_memory(direction)
-        if self._steps_alone:  # `direction` is a change of parameters then, and no gradient
-            return blank
-        return Memory(blank.environments, self.recalled_history(direction, count * self.num_updates), None)
+    def recalled(self, direction: Array, iteration: Array) -> Memory:
+        blank, count = self.initial_memory(direction), self.updates_before(iteration)
+        if not self._steps_alone:
+            return Memory(blank.environments, self.recalled_history(direction, count), None)
+
+        def with_count(state: Any) -> Any:
+            """Its steps have decayed as far as those of the others; Adam begins anew."""
+            return state._replace(count=count) if is_schedule(state) else state
+
+        def is_schedule(state: Any) -> bool:
+            return isinstance(state, optax.ScaleByScheduleState)
+
+        # `direction` is a change of parameters here, and no gradient.
+        return replace(blank, optimizer=jax.tree.map(with_count, blank.optimizer, is_leaf=is_schedule))
+
+    def updates_before(self, iteration: Any) -> Any:
+        # The first iteration only measures observations that are to be normalized.
+        return super().updates_before(jnp.maximum(iteration - 1, 0) if self.ppo.normalize_observations else iteration)
+
+    def rule_of_block(self, block: int, rule: Rule) -> Rule:
+        """Statistics are trimmed coordinate by coordinate: features have different units, so distances say nothing."""
+        return TrimmedMean() if block == 2 and not isinstance(rule, Mean) else rule
 
     def request(self, state: AgentState, memory: Memory, keys: Array, large: bool) -> tuple[Array, Environments]:
         """The parameters of the policies [agent, ...], and where the environments stand."""

@@ -784,7 +784,8 @@ def _aggregated(
 def _of_blocks(reports: Sequence[Diagnostics]) -> Diagnostics:
     """What is known of whole vectors whose blocks were exchanged one by one.
 
-    Squared distances add up. A diameter is at most the root of the sum, and weights are the mean over blocks.
+    Squared distances add up. A diameter is at most the root of the sum, and weights are the mean over the blocks whose
+    rules have some.
     """
     if len(reports) == 1:
         return reports[0]
@@ -794,7 +795,7 @@ def _of_blocks(reports: Sequence[Diagnostics]) -> Diagnostics:
         honest_variance=jnp.sum(stacked.honest_variance, axis=0),
         diameter_before=jnp.linalg.norm(stacked.diameter_before, axis=0),
         diameter_after=jnp.linalg.norm(stacked.diameter_after, axis=0),
-        weights=jnp.mean(stacked.weights, axis=0),
+        weights=jnp.nanmean(stacked.weights, axis=0),
     )
 
 
@@ -833,16 +834,18 @@ class _Iteration:
             self.draws.gradient_keys
         )
         return [
-            self.rounds("gradients", part, jax.vmap(partial(block_key, block=block))(keys))
+            self.rounds("gradients", part, jax.vmap(partial(block_key, block=block))(keys), block)
             for block, part in enumerate(agent.parts(vectors))
         ]
 
-    def rounds(self, phase: Phase, vectors: Array, message_keys: Array) -> list[Round]:
-        """The rounds of messages of each kind, for vectors [row, agent, d]."""
+    def rounds(self, phase: Phase, vectors: Array, message_keys: Array, block: int = 0) -> list[Round]:
+        """The rounds of messages of each kind, for vectors [row, agent, d] or a block of them."""
         rounds, begin = [], 0
         for federation, attackers in zip(self.federations, self.draws.attackers, strict=True):
             here = slice(begin, begin := begin + len(attackers))
-            rule = federation.aggregator if phase == "gradients" else federation.agreement
+            rule = federation.agreement
+            if phase == "gradients":
+                rule = federation.agent.rule_of_block(block, federation.aggregator)
             assert rule is not None
             rounds.append(
                 Round.of(
