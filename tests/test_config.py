@@ -245,10 +245,10 @@ def test_one_agent_alone_has_a_preset_of_its_own() -> None:
 
 def test_ppo_alone_has_a_preset_of_its_own() -> None:
     alone = Config(algorithm="PPO").resolved()
-    assert (alone.steps, alone.step_size, alone.momentum, alone.discount) == (102_400, 1e-3, 0, 0.98)
-    assert (alone.ppo.environments, alone.ppo.segment, alone.ppo.epochs) == (8, 32, 20)
+    assert (alone.steps, alone.step_size, alone.momentum, alone.hidden) == (40_960, 1e-3, 0, (64, 64))
+    assert (alone.ppo.environments, alone.ppo.segment, alone.ppo.epochs) == (2, 128, 10)
     # What the preset does not say about one agent is what it says about a federation.
-    assert (alone.hidden, alone.adam_epsilon) == ((16, 16), 1e-5)
+    assert (alone.activation, alone.adam_epsilon) == ("relu", 1e-5)
     together = Config(algorithm="DecByzPPO").resolved()
     assert (together.steps, together.step_size, together.momentum) == (20_480, 3e-2, 0.9)
     for algorithm in ("Fed-PPO", "Dec-PPO", "ByzPPO"):
