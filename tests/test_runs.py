@@ -275,7 +275,7 @@ def test_with_a_key_actions_are_drawn_as_often_as_the_policy_says(run: Run) -> N
 
 
 def test_which_policy(run: Run) -> None:
-    last, uniform = np.random.default_rng(0).normal(size=(2, 2, 5, 30))
+    last, uniform = np.random.default_rng(0).normal(size=(2, 2, 5, 30)).astype(np.float32)
     run = replace(run, parameters={"last": last, "uniform": uniform})
     np.testing.assert_array_equal(run.policy().parameters, last[0, 0])
     np.testing.assert_array_equal(run.policy(seed=1, agent=4).parameters, last[1, 4])

@@ -484,7 +484,8 @@ class Config:
             if given is not None and given != does_nothing:
                 fixes = FIXES_WITH_CRITIC if has_critic else FIXES
                 fix = fixes.get(option, "use an algorithm without a critic, such as DecByzPG")
-                raise ValueError(f"{option} = {given} has no effect with {algorithm_name}: leave it out, or {fix}.")
+                value = getattr(self, option)
+                raise ValueError(f"{option} = {value} has no effect with {algorithm_name}: leave it out, or {fix}.")
         return values
 
     @classmethod

@@ -21,6 +21,7 @@ from PIL import Image, ImageSequence
 
 from byzpg import Config, __version__, cli, envs, load
 from byzpg._registry import FAMILIES, members, summary
+from byzpg.cli import reproduce
 from byzpg.cli.console import console
 from byzpg.cli.labels import curves
 from byzpg.cli.tables import BEST, LAST_TENTH, SOLVED, WEIGHT, runs_table
@@ -476,6 +477,7 @@ def test_joining_prints_what_members_save(tmp_path: Path, here: Here, monkeypatc
     """A tiny version, with one attack: nobody learns in one iteration. A second call finds all runs complete."""
     monkeypatch.setattr(paper, "FIVE_ATTACKS", ("AvgZero",))
     monkeypatch.setattr(paper, "SIZES_TO_JOIN", (2, 5))
+    monkeypatch.setattr(reproduce, "follows_another_process", lambda _: False)  # in this process, JAX has started
     line = ("reproduce", "joining", "--task", "CartPole-v1", "--seeds", "2", "--steps", "256")
     done = here(*line)
     assert done.returncode == 0, done.stdout + done.stderr

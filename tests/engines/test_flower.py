@@ -184,6 +184,8 @@ WITH_CRITIC: dict[str, Any] = {
     "seed": SEED,
     "horizon": 20,
     "hidden": "8",
+    "optimizer": "adam",
+    "decay": 0.0,
     "momentum": 0.5,
     "steps": 5 * 32,
     "rehearsal": True,

@@ -102,7 +102,7 @@ BAD = {
     "gymnasium:no task": ["gymnasium:no task cannot be made (Error: Malformed environment ID"],
     "gymnasium:Cartpool-v1": ["Gymnasium has no task 'Cartpool-v1'", "Did you mean 'CartPole-v1'?"],
     "envpool:LunaLander-v3": ["EnvPool has no task 'LunaLander-v3'", "Did you mean 'LunarLander-v3'?"],
-    "Acrobot-v1": ["Acrobot-v1 is a task of Gymnasium: use the name gymnasium:Acrobot-v1."],
+    "MountainCar-v0": ["MountainCar-v0 is a task of Gymnasium: use the name gymnasium:MountainCar-v0."],
     "gymnasium:Blackjack-v1": ["observations Tuple(Discrete(32)", "vectors: Box of shape (n,)", "FlattenObservation"],
     "envpool:Pong-v5": ["observations Box(0, 255, (4, 84, 84), uint8)", "vectors"],
     "host_tasks:dictionary": ["observations Dict('place': Discrete(2))", "vectors"],
@@ -185,10 +185,10 @@ def test_presets_do_not_depend_on_where_a_task_is_played() -> None:
 
 
 def test_defaults_of_a_task_without_a_table() -> None:
-    settings = Config(env="gymnasium:Acrobot-v1").resolved()
-    assert (settings.horizon, settings.discount, settings.hidden) == (500, 0.999, (64, 64))
+    settings = Config(env="gymnasium:MountainCar-v0").resolved()
+    assert (settings.horizon, settings.discount, settings.hidden) == (200, 0.999, (64, 64))
     assert (settings.large_batch, settings.small_batch, settings.activation) == (45, 32, "relu")
-    assert free_directory(settings) == Path("runs/gymnasium-Acrobot-v1-DecByzPG-AvgZero-1")
+    assert free_directory(settings) == Path("runs/gymnasium-MountainCar-v0-DecByzPG-AvgZero-1")
 
 
 # Episodes

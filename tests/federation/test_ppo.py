@@ -172,7 +172,7 @@ def test_agents_that_step_alone_send_how_far_that_led() -> None:
     single = agent_of()
     state, memory, _, batch = a_batch(every, 2)
     kept, change = sent(every, state, memory, batch, 0)
-    alone, of_one = state, single.initial_memory(state.parameters)
+    alone, of_one = single.initial(state.parameters), single.initial_memory(state.parameters)
     for update in range(4):
         of_one, gradient = sent(single, alone, of_one, batch, update)
         alone = advanced(single, alone, gradient, gradient)
