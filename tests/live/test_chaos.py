@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {"horizon": 50, "large_batch": 4, "hidden": (8,), "rounds
 TIMES = Times(grace=0.5, start_grace=300.0, retry=0.1)
 ON_SMALL_DISK = "dave"  # whose directory is a file system of its own
 SMALL_DISK_BYTES = 2**25
-STATE_VECTORS = 6  # θ_t, θ_{t−1}, v̂, Adam's two moments and the history
+STATE_VECTORS = 6  # θ_t, θ_{t−1}, v̂, Adam's two moments and the history, which a count follows
 # What a process may grow by. A leak of one kilobyte per message would exceed it within minutes.
 MOST_GROWTH_BYTES, MOST_GROWTH_FILES = 2**27, 40
 
@@ -324,7 +324,7 @@ class Chaos:
             shutil.copyfile(newest(self.federation.directory(name), "checkpoints*.bin"), copy)
             records = Records(copy, 2, copy.stat().st_size // 2 - HEAD.size, lambda path, over: None)
             checkpoints = [Checkpoint.of(content) for content in records.read().values()]
-            found[name] = {each.iteration: np.split(each.snapshot, STATE_VECTORS)[0] for each in checkpoints}
+            found[name] = {each.iteration: each.snapshot[: each.snapshot.size // STATE_VECTORS] for each in checkpoints}
             records.close()
         for name in self.names:
             self.federation.signal(name, signal.SIGCONT)
