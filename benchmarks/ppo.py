@@ -133,6 +133,7 @@ def _time_ours(task: str, steps: int) -> tuple[float, float, float]:
             seed=seed,
             steps=steps,
             step_size=common["step_size"],
+            decay=0.0,  # rejax's steps are constant
             discount=common["discount"],
             momentum=0.0,
             hidden=HIDDEN,

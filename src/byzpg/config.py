@@ -48,6 +48,7 @@ OTHER_TASKS: dict[str, Any] = {
     "small_batch": 32,
 }
 
+ADAMS = ("adam", "local-adam")  # the optimizers with an ε
 ADAM_EPSILON = 1e-8  # of Kingma & Ba 2015, and of PyTorch
 
 PAPER: dict[str, Any] = {
@@ -213,7 +214,7 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"), MUJOCO),
 }
 
-# Where DecByzPPO with this preset was measured to learn faster than DecByzPG, on seeds that were not used to choose it.
+# Where DecByzPPO with this preset was measured under attack, on seeds that were not used to choose it.
 TUNED_WITH_CRITIC = ("CartPole-v1", "Pendulum-v1", "Acrobot-v1")
 AUTO = "auto"  # in place of an algorithm
 
@@ -268,8 +269,8 @@ ONLY_PAGE: dict[str, Any] = {
 }
 ONLY_PPO: dict[str, Any] = {"steps": None, "ppo": PPO()}
 
-# What to do about an option that an algorithm does not use, also for algorithms with a critic; of ONLY_PAGE, all
-# others are for those without one.
+# What to do about an option that an algorithm does not use, without a critic and with one. All others are options of
+# algorithms without a critic.
 FIXES = {
     "aggregator": "use ByzPG or DecByzPG",
     "agreement": "use DecByzPG",
@@ -449,7 +450,7 @@ class Config:
         if task is not None and values.setdefault("horizon", task.horizon) is None:
             raise ValueError(f"{env} does not limit the length of its episodes: set horizon, in steps.")
         values = {option: _component(option, value) for option, value in values.items()}
-        if values["optimizer"] not in ("adam", "local-adam") and self.adam_epsilon is None:  # the preset's is for Adam
+        if values["optimizer"] not in ADAMS and self.adam_epsilon is None:  # the preset's is for Adam
             values["adam_epsilon"] = ADAM_EPSILON
         values.setdefault("num_agents", 1 if ALGORITHMS[name].single else 13)
         values.setdefault("num_byzantine", _most_tolerated(values))
@@ -464,11 +465,14 @@ class Config:
     def best_algorithm(self) -> str:
         """The algorithm without a server that learns fastest, among those that have the options that are given."""
         critic_only, page_only = (
-            any(_component(o, getattr(self, o)) not in (None, _component(o, n)) for o, n in options.items())
-            for options in (ONLY_PPO, ONLY_PAGE)
+            any(self._sets(option, neutral) for option, neutral in options.items()) for options in (ONLY_PPO, ONLY_PAGE)
         )
         is_tuned = self.env.rpartition(":")[2] in TUNED_WITH_CRITIC
         return "DecByzPPO" if critic_only or (is_tuned and self.preset == "tuned" and not page_only) else "DecByzPG"
+
+    def _sets(self, option: str, neutral: Any) -> bool:
+        """Whether an option is given, at another value than one that does nothing."""
+        return _component(option, getattr(self, option)) not in (None, _component(option, neutral))
 
     def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
@@ -480,8 +484,7 @@ class Config:
         if not algorithm.agrees:
             values |= {"agreement": NoAgreement(), "rounds": 0}
         for option, neutral in values.items():
-            given, does_nothing = _component(option, getattr(self, option)), _component(option, neutral)
-            if given is not None and given != does_nothing:
+            if self._sets(option, neutral):
                 fixes = FIXES_WITH_CRITIC if has_critic else FIXES
                 fix = fixes.get(option, "use an algorithm without a critic, such as DecByzPG")
                 value = getattr(self, option)
@@ -810,7 +813,7 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     for option in ("step_size", "adam_epsilon"):
         if not 0 < values[option] < inf:
             raise ValueError(f"{option} must be positive and finite, got {values[option]}.")
-    if values["optimizer"] not in ("adam", "local-adam") and values["adam_epsilon"] != ADAM_EPSILON:
+    if values["optimizer"] not in ADAMS and values["adam_epsilon"] != ADAM_EPSILON:
         raise ValueError(
             f"adam_epsilon = {values['adam_epsilon']} has no effect with {values['optimizer']}: leave it out, or use "
             "optimizer = 'adam'."

@@ -354,9 +354,9 @@ def test_huge_statistics_move_only_the_plain_mean(options: dict[str, Any], robus
 
 @pytest.mark.parametrize("aggregator", ["RFA", "NNM(TrimmedMean())", "CenteredClipping"])
 def test_statistics_are_trimmed_coordinate_by_coordinate(aggregator: str) -> None:
-    """Features have different units: one whose mean differs widely would hide lies about all others from distances.
+    """Features have different units: distances, which one with a wide mean decides, cannot protect the others.
 
-    Nor can liars move statistics in exchanges in which honest agents send none.
+    Nor can attackers move statistics in exchanges in which honest agents send none.
     """
     settings = Config(**(TINY | {"num_agents": 13, "num_byzantine": 3, "ppo": NORMALIZED, "aggregator": aggregator}))
     federation = settings.resolved().federation()

@@ -501,13 +501,7 @@ def _averaging(build: _Builder) -> Experiment:
 
 SIZES_TO_JOIN = (2, 5, 13, 25)
 # The return that counts as learned where the task's own threshold is too low or there is none.
-_LEVELS_TO_JOIN_FOR = {
-    CARTPOLE: 475.0,
-    "Acrobot-v1": -85.0,
-    LUNARLANDER: 200.0,
-    "LunarLanderContinuous-v3": 200.0,
-    "Pendulum-v1": -200.0,
-}
+_LEVELS_TO_JOIN_FOR = {"Acrobot-v1": -85.0, "Pendulum-v1": -200.0}
 
 
 def _joining(build: _Builder) -> Experiment:

@@ -367,7 +367,7 @@ class Worker:
         agents = range(federation.num_agents)
         vectors = jnp.concatenate([self._message(index, iteration, exchange, parameters) for index in agents])
         key = self._player.exchange_key(iteration, exchange, len(agents))
-        lies = []
+        false = []
         for block, part in enumerate(federation.agent.parts(vectors)):
             knowledge = Knowledge(
                 part,
@@ -377,8 +377,8 @@ class Worker:
                 rule=federation.agent.rule_of_block(block, federation.aggregator),
                 num_byzantine=federation.num_byzantine,
             )
-            lies.append(_false_gradients(attack, knowledge)[attackers.index(self.index)])
-        return np.concatenate(lies)
+            false.append(_false_gradients(attack, knowledge)[attackers.index(self.index)])
+        return np.concatenate(false)
 
     def _message(self, index: int, iteration: int, exchange: int, parameters: np.ndarray) -> Array:
         held = jnp.asarray(np.asarray(parameters, np.float32)[None])

@@ -25,13 +25,14 @@ from byzpg.learning.gradients import Health
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.policies import Critic
 from byzpg.learning.rollouts import PlayAttacks, where_agents
-from byzpg.learning.segments import Environments, Segment, play_segment
+from byzpg.learning.segments import Environments, Segment, keys_for, play_segment
 from byzpg.robust.aggregators import Mean, TrimmedMean
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.rules import Rule
 
 # The factor of the policy's last layer in θ_0: so the first actions are almost uniform, whatever is observed.
 FIRST_POLICY = 0.01
+STATISTICS = 2  # the block of θ with those of observations, if they are normalized
 # The purpose of the keys of minibatches under an agent's key, beside those of play.
 MINIBATCHES = 6
 # The share of statistics that an iteration replaces. They follow the policy, which changes what is observed; so they
@@ -144,7 +145,7 @@ class PPOAgent(Agent):
 
     def rule_of_block(self, block: int, rule: Rule) -> Rule:
         """Statistics are trimmed coordinate by coordinate: features have different units, so distances say nothing."""
-        return TrimmedMean() if block == 2 and not isinstance(rule, Mean) else rule
+        return TrimmedMean() if block == STATISTICS and not isinstance(rule, Mean) else rule
 
     def request(self, state: AgentState, memory: Memory, keys: Array, large: bool) -> tuple[Array, Environments]:
         """The parameters of the policies [agent, ...], and where the environments stand."""
@@ -243,8 +244,8 @@ class PPOAgent(Agent):
 
         numbers = jnp.arange(self.ppo.num_steps, dtype=jnp.uint32)
         low = jnp.uint32(2 ** (self.ppo.num_steps - 1).bit_length() - 1)
-        for_minibatches = jax.vmap(jax.random.fold_in, (0, None))(keys, MINIBATCHES)
-        return jax.vmap(jax.vmap(of_epoch, (None, 0)), (0, None))(for_minibatches, jnp.arange(self.ppo.epochs))
+        of_agents = jax.vmap(jax.vmap(of_epoch, (None, 0)), (0, None))
+        return of_agents(keys_for(keys, MINIBATCHES), jnp.arange(self.ppo.epochs))
 
     def message(self, state: AgentState, memory: Memory, batch: Batch, exchange: Array | int) -> tuple[Memory, Array]:
         """What an agent learned in one exchange and, in the last one, how far its statistics would move those of θ."""
@@ -252,7 +253,7 @@ class PPOAgent(Agent):
         if batch.statistics is None:
             return after, message
         # Observations of any scale could spoil the networks: as long as nothing is measured, agents learn nothing else.
-        known, agreed = self._normalizes(state.parameters), self.parts(state.parameters)[2]
+        known, agreed = self._normalizes(state.parameters), self.parts(state.parameters)[STATISTICS]
         kept = replace(memory, environments=after.environments)
         after = jax.tree.map(partial(where_agents, known), after, kept)
         share = jnp.where(exchange == self.num_exchanges - 1, jnp.where(known, NEW_STATISTICS, 1), 0)[:, None]
@@ -261,7 +262,7 @@ class PPOAgent(Agent):
 
     def _normalizes(self, parameters: Array) -> Array:
         """Whether agents [agent] with θ [agent, d] know statistics of their observations: before, these are all 0."""
-        return jnp.any(self.parts(parameters)[2] != 0, axis=1)
+        return jnp.any(self.parts(parameters)[STATISTICS] != 0, axis=1)
 
     def _learned(self, state: AgentState, memory: Memory, batch: Batch, exchange: Array | int) -> tuple[Memory, Array]:
         """The gradient of the objective in one update or, with several updates, the change that they make."""
@@ -288,7 +289,7 @@ class PPOAgent(Agent):
     def advance(self, state: AgentState, own: Array, aggregated: Array, large: Array | bool) -> AgentState:
         if not self.ppo.normalize_observations:
             return self._moved(state, own, aggregated, large)
-        size = self.blocks[2]
+        size = self.blocks[STATISTICS]
         moved = self._moved(state, own, aggregated.at[:, -size:].set(0), large)
         moved = jax.tree.map(partial(where_agents, self._normalizes(state.parameters)), moved, state)
         return replace(moved, parameters=moved.parameters.at[:, -size:].add(aggregated[:, -size:]))

@@ -26,7 +26,7 @@ from byzpg.robust.attacks import Attack
 class Venue:
     """The host environments of some agents, which go on from one segment to the next.
 
-    Whoever plays owns one: a simulation or a live member. Environments cannot be saved: one that is not where
+    A simulation has one, and so does a live member. Environments cannot be saved: one that is not where
     `Environments` says begins a new episode. In a resumed run, whose venue is new, that is all of them.
     """
 
