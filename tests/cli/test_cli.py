@@ -475,10 +475,9 @@ def test_reproduce_plots_keeps_and_reports(tmp_path: Path, here: Here) -> None:
 
 def test_joining_prints_what_members_save(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny version, with one attack: nobody learns in one iteration. A second call finds all runs complete."""
-    monkeypatch.setattr(paper, "FIVE_ATTACKS", ("AvgZero",))
     monkeypatch.setattr(paper, "SIZES_TO_JOIN", (2, 5))
     monkeypatch.setattr(reproduce, "follows_another_process", lambda _: False)  # in this process, JAX has started
-    line = ("reproduce", "joining", "--task", "CartPole-v1", "--seeds", "2", "--steps", "256")
+    line = ("reproduce", "joining", "--task", "CartPole-v1", "--panel", "AvgZero", "--seeds", "2", "--steps", "256")
     done = here(*line)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 runs, preset tuned: 0 done, 5 to do." in done.stdout
@@ -486,7 +485,7 @@ def test_joining_prints_what_members_save(tmp_path: Path, here: Here, monkeypatc
     rows = [" ".join(row.split()) for row in done.stdout.splitlines()]
     assert "PPO alone 1 (0) never never –" in rows
     assert "Dec-PPO 5 (1) never never never" in rows
-    saved = tmp_path / "reproduction" / "joining-CartPole-v1-tuned-2-seeds-256-steps.npz"
+    saved = tmp_path / "reproduction" / "joining-CartPole-v1-AvgZero-tuned-2-seeds-256-steps.npz"
     (panel,) = Results.load(saved).experiments[0].panels
     assert panel.level == 475
     page = here("report", saved)
@@ -511,6 +510,7 @@ BAD: dict[str, list[str]] = {
     "reproduce fig2 --steps 9": ["--steps has no effect on fig2, got 9: use --trajectories."],
     "reproduce joining --trajectories 9": ["--trajectories has no effect on joining, got 9: use --steps."],
     "reproduce joining --task AliasedStates-v1": ["AliasedStates-v1 has none", "Acrobot-v1"],
+    "reproduce joining --task CartPole-v1 --panel AvgZeros": ["no panel 'AvgZeros'", "Did you mean 'AvgZero'?"],
     "reproduce joining --task CartPole": ["no environment 'CartPole'", "Did you mean 'CartPole-v1'?"],
     "report": ["report needs at least one .npz file"],
     "report nowhere.npz": ["nowhere.npz cannot be read"],

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from byzpg.experiments.paper import Grid
 
 # The options that say what is run. Most experiments take them all, and some are run by themselves and take fewer.
-SCOPE = ("task", "preset", "seeds", "seed", "trajectories", "steps")
+SCOPE = ("task", "panel", "preset", "seeds", "seed", "trajectories", "steps")
 BY_ITSELF = {"rates": ("seeds", "seed")}
 
 
@@ -43,6 +43,8 @@ class Reproduce:
     task: str | None = None
     """Task whose experiments are run: CartPole-v1 or LunarLander-v3; for joining, any task with a level to reach.
     Default: both tasks, and LunarLander-v3 for joining."""
+    panel: str | None = None
+    """Title of the panels that are kept, in most experiments an attack: AvgZero. Default: all panels."""
     preset: Literal["tuned", "paper", "theory", "script"] = "tuned"
     """Preset of every run: tuned learns fastest, paper is the paper's table, theory is what its theorems ask for,
     script is the published script."""
@@ -69,7 +71,7 @@ class Reproduce:
             self._measure_rates()
             return
         scope = Scope(self.preset, self.seeds, self.seed, self.trajectories, self.steps)
-        planned = grid(self.names, scope, self.task)
+        planned = grid(self.names, scope, self.task, self.panel)
         directories = planned.create_runs(self.directory / "runs")
         started_before = any((directory / "checkpoint.npz").is_file() for directory in directories)
         seconds = self._train(directories, f"preset {self.preset}")
@@ -165,6 +167,7 @@ class Reproduce:
         """A name that says what was asked for, so that no other results are overwritten."""
         asked = {
             "task": self.task.replace(":", "-").replace("/", "-") if self.task else None,
+            "panel": self.panel.replace(" ", "-") if self.panel else None,
             "preset": self.preset,
             "seeds": f"{self.seeds}-seeds" if self.seeds else None,
             "seed": f"from-{self.seed}" if self.seed != REPORTED_SEED else None,
