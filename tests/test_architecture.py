@@ -19,6 +19,7 @@ ORDER = [
     "_files",
     "robust",
     "envs",
+    "networks",
     "learning",
     "federation",
     "_registry",
@@ -34,7 +35,7 @@ ORDER = [
 ]
 # Exceptions within that order. Tasks may use what all components share, and nothing else of `robust`. A member behind a
 # network needs neither the simulator nor the trainer.
-ONLY = {"robust": set(), "envs": {"robust.components"}}
+ONLY = {"robust": set(), "envs": {"robust.components"}, "networks": {"robust.components"}}
 NEVER = {
     "live": {"federation.simulator", "training"},
     "engines/flower": {"federation.simulator", "training"},

@@ -20,6 +20,7 @@ from byzpg.federation.schedule import Conventions, Schedule
 from byzpg.learning.advantages import PPO
 from byzpg.learning.gradients import GPOMDP, REINFORCE, Correction, Estimator, HessianVector, ImportanceWeights
 from byzpg.learning.policies import Policy, policy_for
+from byzpg.networks import Network
 from byzpg.robust.aggregators import NNM, RFA, Aggregator, Bucketing, Mean, TrimmedMean
 from byzpg.robust.agreement import MDA, Agreement, NoAgreement
 from byzpg.robust.attacks import Attack, ByzantineSet, NoAttack
@@ -268,6 +269,8 @@ ONLY_PAGE: dict[str, Any] = {
     "conventions": "Paper",
 }
 ONLY_PPO: dict[str, Any] = {"steps": None, "ppo": PPO()}
+# Options of the built-in network, at values that stand for none in runs with a network of the user's own.
+ONLY_MLP: dict[str, Any] = {"hidden": (), "activation": "relu", "output_tanh": False}
 
 # What to do about an option that an algorithm does not use, without a critic and with one. All others are options of
 # algorithms without a critic.
@@ -298,6 +301,7 @@ FAMILY_OF = {
     "estimator": "estimator",
     "importance": "correction",
     "ppo": "learner",
+    "policy": "network",
 }
 
 
@@ -398,8 +402,9 @@ class Config:
     """Adam's ε. Gradients much smaller than ε lead to small steps; with 1e-8 even rounding errors lead to full
     steps."""
 
-    policy: Literal["auto", "categorical", "gaussian"] = "auto"
-    """Kind of policy; auto chooses what fits the task's actions."""
+    policy: Network | str = "auto"
+    """Policy: auto (what fits the task's actions), categorical, gaussian, or your own network as
+    module:Name(option=value)."""
     hidden: tuple[int, ...] | None = None
     """Sizes of the policy's hidden layers."""
     activation: Literal["relu", "tanh", "elu", "silu"] | None = None
@@ -444,6 +449,7 @@ class Config:
             **ALGORITHMS[name].defaults,
             **ALGORITHMS[name].fixed,
             **self._neutral_options(name),
+            **self._neutral_network_options(),
             **given,
             "algorithm": name,
         }
@@ -491,6 +497,19 @@ class Config:
                 raise ValueError(f"{option} = {value} has no effect with {algorithm_name}: leave it out, or {fix}.")
         return values
 
+    def _neutral_network_options(self) -> dict[str, Any]:
+        """With a network of the user's own, the options of the built-in one at values that do nothing."""
+        network = _component("policy", self.policy)
+        if isinstance(network, str):
+            return {}
+        for option, neutral in ONLY_MLP.items():
+            if self._sets(option, neutral):
+                raise ValueError(
+                    f"{option} = {getattr(self, option)} has no effect with policy = {network}: leave it out, or give "
+                    "the network such an option."
+                )
+        return ONLY_MLP
+
     @classmethod
     def load(cls, path: Path, **defaults: Any) -> "Config":
         """Read a configuration from a .toml or .json file whose keys are the options.
@@ -524,6 +543,8 @@ class Config:
 
 def _component(option: str, value: Any) -> Any:
     """The value, with the text of a component read."""
+    if option == "policy" and isinstance(value, str) and ":" not in value:  # a kind of the built-in network
+        return value
     return parse(FAMILY_OF[option], value) if option in FAMILY_OF and isinstance(value, str) else value
 
 
@@ -669,7 +690,7 @@ class Settings:
     step_size: float
     decay: float
     adam_epsilon: float
-    policy: Literal["auto", "categorical", "gaussian"]
+    policy: Network | Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
     activation: Literal["relu", "tanh", "elu", "silu"]
     output_tanh: bool
@@ -788,7 +809,11 @@ def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
     space = task.action_space
     if values["attack"].changes_actions and isinstance(space, Box) and not space.bounded:
         raise ValueError(f"{values['attack']} takes uniform actions, and those of {task.name} have no bounds: {space}.")
-    _policy(values, task)
+    policy = _policy(values, task)
+    if ALGORITHMS[values["algorithm"]].agent.unit == "steps":
+        policy.critic()
+    elif isinstance(values["policy"], Network):
+        jax.eval_shape(lambda: values["conventions"].initial_parameters(policy, jax.random.key(0)))
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

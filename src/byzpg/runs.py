@@ -171,7 +171,7 @@ class Run:
         """
         learner = self.settings.federation().agent
         held = jnp.asarray(self.held(seed, agent, output))
-        return TrainedPolicy(learner.policy, np.asarray(learner.deployed(held[None])[0]))
+        return TrainedPolicy(learner.deployed_policy, np.asarray(learner.deployed(held[None])[0]))
 
     def held(self, seed: int = 0, agent: int = 0, output: str | None = None) -> np.ndarray:
         """The parameters θ [d] of one agent, with all that is not its policy's; arguments as for `policy`."""
