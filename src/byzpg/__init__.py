@@ -1,14 +1,16 @@
 """Byzantine fault-tolerant federated reinforcement learning.
 
 `train(Config(...))` trains a federation and returns a `Run`; `load` and `resume` take the directory of a run. The
-robust rules and attacks are in `byzpg.robust`, tasks in `byzpg.envs`. `trust` allows files to name modules of yours.
+robust rules and attacks are in `byzpg.robust`, tasks in `byzpg.envs`, networks of your own in `byzpg.networks`. `trust` allows files to name modules of yours.
 """
 
+from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from byzpg._parts import trust
+    from byzpg import networks, robust
     from byzpg.config import Config
     from byzpg.runs import Run
     from byzpg.training import load, resume, train
@@ -25,6 +27,8 @@ def __getattr__(name: str) -> Any:
         from byzpg.runs import Run as found
     elif name == "trust":
         from byzpg._parts import trust as found
+    elif name in ("networks", "robust"):
+        found = import_module(f"byzpg.{name}")
     elif name in ("load", "resume", "train"):
         from byzpg import training
 

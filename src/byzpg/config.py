@@ -291,6 +291,8 @@ FIXES_WITH_CRITIC = {
 # Reported experiments start from this seed, on which no option was chosen.
 REPORTED_SEED = 2000
 
+POLICIES = ("auto", "categorical", "gaussian")  # in place of a network of the user's own
+
 # The families of the components that a configuration names.
 FAMILY_OF = {
     "conventions": "conventions",
@@ -561,6 +563,11 @@ class Config:
 def _component(option: str, value: Any) -> Any:
     """The value, with the text of a component read."""
     if option == "policy" and isinstance(value, str) and ":" not in value:  # a kind of the built-in network
+        if value not in POLICIES:
+            raise ValueError(
+                f"policy must be {', '.join(POLICIES)}, or a network of your own as module:Name(option=value); got "
+                f"{value!r}.{nearest(value, POLICIES)}"
+            )
         return value
     return parse(FAMILY_OF[option], value) if option in FAMILY_OF and isinstance(value, str) else value
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from byzpg import envs
 from byzpg._files import write_atomically
 from byzpg.envs.spaces import LARGEST, Box
+from byzpg.learning.policies import MLP, Gaussian, OwnNetwork
 from byzpg.runs import Run, TrainedPolicy
 
 Arrays = dict[str, np.ndarray]
@@ -62,11 +64,20 @@ def write_policy(run: Run, path: Path, kind: str, *, seed: int = 0, agent: int =
 def describe(run: Run, seed: int = 0, agent: int = 0) -> About:
     """What a program needs beside the weights to act, as plain data.
 
-    Layer i computes `activations[i](values @ weight_i + bias_i)`. The last layer gives the logits of a categorical
-    policy, or the means of a Gaussian one. `action_low` and `action_high` are the bounds of the task, which it clips a
-    Gaussian's actions to; the largest float32, ±3.4e38, stands for no bound.
+    Of the built-in network, layer i computes `activations[i](values @ weight_i + bias_i)`; of the user's own, `network`
+    is the text, and the program needs its code. The last layer gives the logits of a categorical policy, or the means
+    of a Gaussian one. `action_low` and `action_high` are the bounds of the task, which it clips a Gaussian's actions
+    to; the largest float32, ±3.4e38, stands for no bound.
     """
     settings, policy = run.settings, run.settings.bound_policy()
+    if isinstance(policy, MLP):
+        last = "tanh" if policy.output_tanh else "identity"
+        network: About = {
+            "layers": list(policy.layer_sizes),
+            "activations": [policy.activation] * len(policy.hidden) + [last],
+        }
+    else:
+        network = {"network": str(settings.policy), "observation_size": policy.observation_size}
     space = envs.make(settings.env).action_space
     if isinstance(space, Box):
         low, high = ([min(max(each, -LARGEST), LARGEST) for each in side] for side in (space.low, space.high))
@@ -77,8 +88,7 @@ def describe(run: Run, seed: int = 0, agent: int = 0) -> About:
         "byzpg": version("byzpg"),
         "task": settings.env,
         **kind,
-        "layers": list(policy.layer_sizes),
-        "activations": [policy.activation] * len(policy.hidden) + ["tanh" if policy.output_tanh else "identity"],
+        **network,
         "parameters": settings.output,
         "seed": settings.seeds[seed],
         "agent": agent,
@@ -86,12 +96,26 @@ def describe(run: Run, seed: int = 0, agent: int = 0) -> About:
 
 
 def _arrays(trained: TrainedPolicy) -> Arrays:
-    """The parts of θ by name: weight_i [in, out], bias_i [out] and, for a Gaussian, log_std [size]."""
-    parts = trained.policy.unflatten(trained.parameters)  # pyright: ignore[reportArgumentType]
-    arrays = {}
-    for index, part in enumerate(parts):
-        names = ("log_std",) if len(part) == 1 else (f"weight_{index}", f"bias_{index}")
-        arrays |= {name: np.asarray(array, np.float32) for name, array in zip(names, part, strict=True)}
+    """The parts of θ by name: weight_i [in, out], bias_i [out] and, for a Gaussian, log_std [size].
+
+    Of a network of the user's own: network.PATH, its path in the pytree, and what its observations are normalized with.
+    """
+    policy, parts = trained.policy, trained.policy.unflatten(trained.parameters)  # pyright: ignore[reportArgumentType]
+    named: list[tuple[str, Any]] = []
+    *parts, log_std = parts if isinstance(policy, Gaussian) else (*parts, ())
+    if isinstance(policy, OwnNetwork):
+        tree, *statistics = parts
+        for path, leaf in tree_leaves_with_path(tree):
+            named.append((f"network.{keystr(path, simple=True, separator='.')}".rstrip("."), leaf))
+        for mean, std in statistics:
+            named += [("observation_mean", mean), ("observation_std", std)]
+    else:
+        for index, (matrix, bias) in enumerate(parts):
+            named += [(f"weight_{index}", matrix), (f"bias_{index}", bias)]
+    named += [("log_std", each) for each in log_std]
+    arrays = {name: np.asarray(array, np.float32) for name, array in named}
+    if len(arrays) < len(named):
+        raise ValueError(f"two parameters of the network have the same name in a file, among {', '.join(arrays)}.")
     return arrays
 
 
@@ -109,6 +133,11 @@ def _safetensors(arrays: Arrays, about: About) -> bytes:
 
 def _onnx(arrays: Arrays, about: About) -> bytes:
     """A graph from observation [batch, features] to action, and to logits, or mean and log_std."""
+    if "layers" not in about:
+        raise ValueError(
+            f"{about['network']} cannot be translated to ONNX, as only the built-in network can: export it as "
+            "safetensors or numpy, which hold its parameters by name."
+        )
     from onnx import TensorProto, helper, numpy_helper  # an extra, and slow to import
 
     gaussian, sizes = about["policy"] == "gaussian", about["layers"]

@@ -73,16 +73,16 @@ class Pair(Network):
     It has no text form, so a run with it can be trained in memory, but not in a directory.
     """
 
-    first: Callable[..., Tree]
-    then: Callable[..., Array]
+    init_function: Callable[..., Tree]
+    apply_function: Callable[..., Array]
 
     @property
     def init(self) -> Callable[..., Tree]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.first
+        return self.init_function
 
     @property
     def apply(self) -> Callable[..., Array]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.then
+        return self.apply_function
 
 
 def drawn(network: Network, key: Array, observation_size: int, num_outputs: int) -> Tree:

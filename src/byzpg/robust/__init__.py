@@ -22,6 +22,7 @@ from byzpg.robust.certificates import Certificate, certificate
 from byzpg.robust.geometry import Cloud
 from byzpg.robust.least_diameter import SearchLimitError
 from byzpg.robust.rules import Rule
+from byzpg.robust.trees import aggregate, optax_aggregator
 
 __all__ = [
     "Agreement",
@@ -30,12 +31,14 @@ __all__ = [
     "Rule",
     "SearchLimitError",
     "WeightedAgreement",
+    "aggregate",
     "aggregators",
     "agreement",
     "attacks",
     "certificate",
     "certificates",
     "exchange",
+    "optax_aggregator",
 ]
 __all__ += aggregators.__all__
 __all__ += attacks.__all__

@@ -43,6 +43,8 @@ def aggregate(
         >>> jax.tree.map(float, aggregate(Median(), [*gradients, attack], num_byzantine=1)["b"])
         3.0
     """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"the rule must be one of byzpg.robust, such as RFA(), got {rule!r}.")
     stacked = _stacked(gradients)
     leaves, structure = jax.tree.flatten(stacked)
     # Half precision would not do for distances.
@@ -69,7 +71,9 @@ def _stacked(gradients: Tree) -> Tree:
     for path, leaf in named:
         name = _name(path)
         if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"gradients must be arrays of floats, got {getattr(leaf, 'dtype', type(leaf).__name__)}{name}.")
+            raise TypeError(
+                f"gradients must be arrays of floats, got {getattr(leaf, 'dtype', type(leaf).__name__)}{name}."
+            )
         if leaf.ndim == 0:
             raise ValueError(f"stacked gradients must lead with an axis of workers [K, ...], got a number{name}.")
         workers.setdefault(leaf.shape[0], name)
@@ -92,8 +96,8 @@ def _check_alike(gradients: list[Tree]) -> None:
         for (path, leaf), first in pairs:
             if jnp.shape(leaf) != jnp.shape(first):
                 raise ValueError(
-                    f"all gradients must have the same shapes: worker {number} has {list(jnp.shape(leaf))}{_name(path)}, "
-                    f"worker 0 {list(jnp.shape(first))}."
+                    f"all gradients must have the same shapes: worker {number} has {list(jnp.shape(leaf))}, worker 0 "
+                    f"{list(jnp.shape(first))}{_name(path)}."
                 )
 
 
@@ -129,7 +133,7 @@ def optax_aggregator(rule: Rule, *, num_byzantine: int, seed: int = 0) -> Any:
         >>> print(updates)
         [-0.1 -0.1]
     """
-    from optax.experimental.aggregating import Aggregator  # slow to import
+    from optax.experimental import aggregating  # slow to import
 
     check_num_byzantine(num_byzantine)
 
@@ -143,4 +147,4 @@ def optax_aggregator(rule: Rule, *, num_byzantine: int, seed: int = 0) -> Any:
         result = aggregate(rule, per_elt_updates, num_byzantine=num_byzantine, key=key)
         return result, OptaxState(state.count + 1)
 
-    return Aggregator(init, update)
+    return aggregating.Aggregator(init, update)
