@@ -5,27 +5,20 @@ is saved like them. These rules see the rows themselves. Rules that only need di
 `WeightedAggregator`, and those that only need sorted coordinates as an `Aggregator`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, field, fields, make_dataclass
-from functools import lru_cache
 from inspect import Parameter, cleandoc, signature
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.errors import JAXIndexError, JAXTypeError
 
 from byzpg.robust.aggregators import Aggregator
 from byzpg.robust.attacks import Knowledge, MessageAttack
-from byzpg.robust.components import Component
+from byzpg.robust.components import Component, check_array, trying
 from byzpg.robust.geometry import Cloud, computed_if
 
 __all__ = ["FunctionAggregator", "FunctionAttack", "aggregator", "attack"]
-
-# The length of the rows on which a function is tried before it is used.
-SAMPLE_DIMENSION = 7
 
 C = TypeVar("C", bound=Component)
 
@@ -42,31 +35,12 @@ class _Function:
 
     _own_options: ClassVar[frozenset[str]]
 
-    def _call(self, **given: Any) -> Array:
-        """Call the function with what it asks for. Whatever fails is one error that names it."""
+    def _call(self, shapes: Collection[tuple[int, ...]], **given: Any) -> Array:
+        """Call the function with what it asks for, and check the shape of what it returns."""
         chosen = {name: value for name, value in given.items() if name in self.asked_for}
-        try:
+        with trying(self, "the function"):  # pyright: ignore[reportArgumentType]
             result = type(self).function(**chosen, **self._options())
-        except (JAXTypeError, JAXIndexError) as error:
-            raise ValueError(
-                f"{self}: the function cannot be compiled by JAX, because it needs the value of an array before it is "
-                "known. Use jax.numpy in place of NumPy, jnp.where in place of if, and jnp.sum over a mask in place of "
-                f"rows[mask]. ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-            ) from error
-        except Exception as error:
-            shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in chosen.items() if isinstance(each, Array))
-            raise ValueError(f"{self}: the function failed on {shapes} ({type(error).__name__}: {error})") from error
-        if not isinstance(result, Array):
-            raise ValueError(f"{self}: the function must return a JAX array, got {type(result).__name__}.")
-        return result
-
-    def _checked(self, result: Array, shapes: Iterable[tuple[int, ...]], like: Array) -> Array:
-        if result.shape not in shapes or result.dtype != like.dtype:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(
-                f"{self}: the function must return {like.dtype} {wanted} for rows {list(like.shape)}, got "
-                f"{result.dtype} {list(result.shape)}."
-            )
+            check_array(self, "what the function returns", result, shapes)  # pyright: ignore[reportArgumentType]
         return result
 
 
@@ -81,10 +55,6 @@ class FunctionAggregator(_Function, Aggregator):
         if type(most) is not int:
             raise ValueError(f"{self}: max_byzantine({num_agents}) must be a whole number, got {most!r}.")
         return most
-
-    def check(self, num_agents: int, num_byzantine: int) -> None:
-        super().check(num_agents, num_byzantine)
-        _try_aggregator(self, num_agents, num_byzantine)
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         points, usable = cloud.points()
@@ -103,8 +73,8 @@ class FunctionAggregator(_Function, Aggregator):
         return result
 
     def _result(self, rows: Array, num_byzantine: int, present: Array | None, key: Array | None) -> Array:
-        result = self._call(received=rows, num_byzantine=num_byzantine, present=present, key=key)
-        return self._checked(result, [rows.shape[1:]], rows)
+        given = {"received": rows, "num_byzantine": num_byzantine, "present": present, "key": key}
+        return self._call([rows.shape[1:]], **given).astype(rows.dtype)
 
 
 class FunctionAttack(_Function, MessageAttack):
@@ -113,14 +83,14 @@ class FunctionAttack(_Function, MessageAttack):
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         own = knowledge.truth()[0]
         result = self._call(
+            [own.shape[1:], own.shape],
             honest=knowledge.vectors[knowledge.honest],
             own=own,
             num_byzantine=knowledge.num_byzantine,
             iteration=knowledge.iteration,
             key=knowledge.key,
         )
-        result = self._checked(result, [own.shape[1:], own.shape], own)
-        return jnp.broadcast_to(result, own.shape)[None]
+        return jnp.broadcast_to(result, own.shape)[None].astype(own.dtype)
 
 
 def aggregator(
@@ -231,19 +201,3 @@ def _made(base: type[C], function: Callable[..., Any], needed: tuple[str, ...], 
     made = make_dataclass(function.__name__, options, bases=(base,), namespace=namespace, frozen=True, repr=True)
     made.__module__, made.__qualname__ = function.__module__, function.__qualname__
     return made
-
-
-@lru_cache(maxsize=256)
-def _try_aggregator(rule: FunctionAggregator, num_agents: int, num_byzantine: int) -> None:
-    """Try a rule on a sample of rows, all of them and as few as there may be: nothing can be raised during training."""
-    rows = np.random.default_rng(0).normal(size=(num_agents, SAMPLE_DIMENSION)).astype(np.float32)
-    with jax.ensure_compile_time_eval():
-        for missing in {0, num_byzantine}:
-            usable = jnp.arange(num_agents) < num_agents - missing
-            cloud = Cloud.received(jnp.asarray(rows), usable, num_agents - num_byzantine, None)
-            result = rule.combine(cloud, num_byzantine, jax.random.key(0))
-            if not bool(jnp.all(jnp.isfinite(result))):
-                raise ValueError(
-                    f"{rule}: the function returned {np.asarray(result)} for {num_agents - missing} finite rows of "
-                    f"{num_agents} with num_byzantine = {num_byzantine}: it must return finite numbers."
-                )
