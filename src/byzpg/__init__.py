@@ -1,7 +1,8 @@
 """Byzantine fault-tolerant federated reinforcement learning.
 
 `train(Config(...))` trains a federation and returns a `Run`; `load` and `resume` take the directory of a run. The
-robust rules and attacks are in `byzpg.robust`, tasks in `byzpg.envs`, networks of your own in `byzpg.networks`. `trust` allows files to name modules of yours.
+robust rules and attacks are in `byzpg.robust`, tasks in `byzpg.envs`, and networks of your own build on
+`byzpg.networks`. `trust` allows files to name modules of yours.
 """
 
 from importlib import import_module
@@ -9,8 +10,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from byzpg._parts import trust
     from byzpg import networks, robust
+    from byzpg._parts import trust
     from byzpg.config import Config
     from byzpg.runs import Run
     from byzpg.training import load, resume, train
