@@ -10,7 +10,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from byzpg import networks, robust
+    from byzpg import networks as networks
+    from byzpg import robust as robust
     from byzpg._parts import trust
     from byzpg.config import Config
     from byzpg.runs import Run

@@ -13,7 +13,12 @@ Tree = Any  # a pytree of arrays
 
 
 def aggregate(
-    rule: Rule, gradients: Tree, *, num_byzantine: int, present: Vectors | None = None, key: Array | None = None
+    rule: Rule | type[Rule],
+    gradients: Tree,
+    *,
+    num_byzantine: int,
+    present: Vectors | None = None,
+    key: Array | None = None,
 ) -> Tree:
     """Aggregate the gradients of K workers, which are pytrees, by a robust rule.
 
@@ -21,7 +26,7 @@ def aggregate(
     or not finite count as Byzantine. Inside jit, an undefined result is NaN, because nothing can be raised there.
 
     Args:
-        rule: The rule, such as `NNM(TrimmedMean())`.
+        rule: The rule, such as `NNM(TrimmedMean())`, or one of your own.
         gradients: A list of K pytrees, or one pytree whose leaves lead with K, as `jax.vmap(jax.grad(loss), ...)` gives
             it. A list is always one gradient per worker.
         num_byzantine: f, the number of Byzantine workers to tolerate.
@@ -43,9 +48,7 @@ def aggregate(
         >>> jax.tree.map(float, aggregate(Median(), [*gradients, attack], num_byzantine=1)["b"])
         3.0
     """
-    if not isinstance(rule, Rule):
-        raise TypeError(f"the rule must be one of byzpg.robust, such as RFA(), got {rule!r}.")
-    stacked = _stacked(gradients)
+    rule, stacked = _instance(rule), _stacked(gradients)
     leaves, structure = jax.tree.flatten(stacked)
     # Half precision would not do for distances.
     dtype = jnp.result_type(jnp.float32, *leaves)
@@ -57,6 +60,13 @@ def aggregate(
         parts.append(result[start : start + size].reshape(leaf.shape[1:]).astype(leaf.dtype))
         start += size
     return jax.tree.unflatten(structure, parts)
+
+
+def _instance(rule: Rule | type[Rule]) -> Rule:
+    made = rule() if isinstance(rule, type) and issubclass(rule, Rule) else rule
+    if not isinstance(made, Rule):
+        raise TypeError(f"the rule must be one of byzpg.robust, such as RFA(), or your own; got {rule!r}.")
+    return made
 
 
 def _stacked(gradients: Tree) -> Tree:
@@ -112,14 +122,14 @@ class OptaxState(NamedTuple):
     count: Array
 
 
-def optax_aggregator(rule: Rule, *, num_byzantine: int, seed: int = 0) -> Any:
+def optax_aggregator(rule: Rule | type[Rule], *, num_byzantine: int, seed: int = 0) -> Any:
     """Make an `optax.experimental.aggregating.Aggregator` of a rule.
 
     Its updates are stacked: leaves lead with the workers. `optax.experimental.aggregating.process` and `optax.chain`
     put it in front of an optimizer.
 
     Args:
-        rule: The rule, such as `NNM(TrimmedMean())`.
+        rule: The rule, such as `NNM(TrimmedMean())`, or one of your own.
         num_byzantine: f, the number of Byzantine workers to tolerate.
         seed: Of the draws of randomised rules.
 
@@ -136,6 +146,7 @@ def optax_aggregator(rule: Rule, *, num_byzantine: int, seed: int = 0) -> Any:
     from optax.experimental import aggregating  # slow to import
 
     check_num_byzantine(num_byzantine)
+    made = _instance(rule)
 
     def init(params: Tree) -> OptaxState:
         return OptaxState(jnp.zeros((), jnp.int32))
@@ -143,8 +154,8 @@ def optax_aggregator(rule: Rule, *, num_byzantine: int, seed: int = 0) -> Any:
     def update(
         per_elt_updates: Tree, state: OptaxState, params: Tree | None = None, **extra_args: Any
     ) -> tuple[Tree, OptaxState]:
-        key = jax.random.fold_in(jax.random.key(seed), state.count) if rule.needs_key else None
-        result = aggregate(rule, per_elt_updates, num_byzantine=num_byzantine, key=key)
+        key = jax.random.fold_in(jax.random.key(seed), state.count) if made.needs_key else None
+        result = aggregate(made, per_elt_updates, num_byzantine=num_byzantine, key=key)
         return result, OptaxState(state.count + 1)
 
     return aggregating.Aggregator(init, update)
