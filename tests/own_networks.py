@@ -47,6 +47,28 @@ class Twin(Network):
         return values @ matrix + bias
 
 
+@dataclass(frozen=True)
+class Zoo(Network):
+    """Many operations, each with a factor of its own."""
+
+    def init(self, key: Array, observation: Array, num_outputs: int) -> Any:
+        return jax.random.normal(key, (16, num_outputs))
+
+    def apply(self, parameters: Array, observation: Array) -> Array:
+        x = observation
+        centred = (x - x.mean()) / jnp.sqrt(x.var() + 0.1)
+        first, rest = jnp.split(jnp.concatenate([x, jnp.cos(x)]), [2])
+        table = jnp.outer(x, jax.nn.softmax(x))
+        numbers = [
+            *(jnp.max(jnp.where(x[1:] > 0, x[1:], jnp.exp(x[:-1]))), jnp.min(jnp.clip(x, -0.5, 0.5)), jnp.prod(x)),
+            *(jax.nn.silu(x[0]), jax.nn.softplus(x[1]), jax.nn.gelu(x[2]), jax.nn.elu(x[0]), jax.nn.log_softmax(x)[2]),
+            *(jnp.sum(table @ table.T), jnp.einsum("ij,ij->", table, table.T), jnp.linalg.norm(x) ** 3),
+            *(jnp.sum(centred * jnp.arange(x.size)), jnp.sum(first), jnp.max(rest), jax.lax.rsqrt(1 + x[0] ** 2)),
+            jnp.sum(jnp.tile(jnp.abs(jnp.sin(x)), 2)[:5]),
+        ]
+        return jnp.stack(numbers) @ parameters
+
+
 @networks.flax_linen
 def linen(num_outputs: int, width: int = 5) -> nn.Module:
     """Two layers of Flax Linen."""
@@ -115,6 +137,8 @@ class Broken(Network):
 
     def apply(self, parameters: Array, observation: Array) -> Any:
         outputs = observation @ parameters
+        if self.way == "sums":  # not broken, but not in ONNX
+            return jnp.cumsum(outputs)
         if self.way == "branches":
             return outputs if outputs[0] > 0 else -outputs
         ways = {"wide": jnp.append(outputs, 0.0), "counts": outputs.astype(int), "pair": (outputs, outputs)}

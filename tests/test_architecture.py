@@ -28,6 +28,7 @@ ORDER = [
     "runs",
     "training",
     "play",
+    "_onnx",
     "export",
     "experiments",
     "live",

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx
 import own_networks
 import pytest
+from onnxruntime import InferenceSession
 from own_networks import Twin
 from safetensors.numpy import load_file
 
@@ -24,7 +26,7 @@ from byzpg.learning.policies import CategoricalNetwork, GaussianMLP, GaussianNet
 from byzpg.live.identity import generate
 from byzpg.live.manifest import Times, new_manifest
 from byzpg.networks import Network, Pair, flax_linen
-from byzpg.runs import RunDirectory
+from byzpg.runs import Run, RunDirectory
 
 SHORT: dict[str, Any] = {"num_agents": 5, "num_seeds": 1, "horizon": 40}
 BUILT_IN: dict[str, Any] = {"hidden": (6,), "activation": "tanh", "output_tanh": False}
@@ -109,6 +111,9 @@ def test_a_twin_of_the_built_in_network_learns_what_that_learns_and_is_read_back
     arrays = load_file(tmp_path / "policy.safetensors")
     assert about["network"] == str(own.settings.policy)
     values = np.float32(seen)
+    write_policy(again, tmp_path / "policy.onnx", "onnx")
+    (translated,) = InferenceSession(tmp_path / "policy.onnx").run(["action"], {"observation": values})
+    np.testing.assert_array_equal(translated, built_in.policy().act(seen))
     if own.settings.ppo.normalize_observations:
         values = (values - arrays.pop("observation_mean")) / arrays.pop("observation_std")
     assert set(arrays) == {f"network.{layer}.{part}" for layer in (0, 1) for part in (0, 1)}
@@ -121,11 +126,31 @@ def _first_key(run: Any) -> Any:
     return run.settings.schedule().initial_key
 
 
-def test_an_own_network_has_no_onnx_file(tmp_path: Path) -> None:
-    run = train(Config(**SHORT, algorithm="ByzPG", large_batch=4, trajectories=12, policy=TWIN))
-    with pytest.raises(ValueError, match=r"^own_networks:Twin\(\) cannot be translated to ONNX.*safetensors or numpy"):
-        write_policy(run, tmp_path / "policy.onnx", "onnx")
-    assert not list(tmp_path.iterdir())
+def untrained(**options: Any) -> Run:
+    """A complete run with drawn parameters."""
+    settings = Config(num_agents=2, num_byzantine=0, num_seeds=1, **options).resolved()
+    theta = np.random.default_rng(1).normal(size=(1, 1, settings.bound_policy().dimension)).astype(np.float32)
+    one, held = np.ones((1, 1), int), {"last": theta, "uniform": theta}
+    return Run(settings, one, one > 0, {"return_mean": one.astype(float)}, held, np.zeros(1, int), True)
+
+
+def test_an_own_network_is_translated_to_onnx_or_refused(tmp_path: Path) -> None:
+    run, path = untrained(policy=own_networks.Zoo(), env="Pendulum-v1"), tmp_path / "policy.onnx"
+    write_policy(run, path, "onnx")
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    seen = np.random.default_rng(2).normal(size=(40, 3)).astype(np.float32)
+    mean, log_std, action = InferenceSession(path).run(["mean", "log_std", "action"], {"observation": seen})
+    expected = run.policy().act(seen)
+    np.testing.assert_allclose(mean, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(log_std, run.parameters["last"][0, 0, -1:])
+    np.testing.assert_allclose(action, np.clip(expected, -2, 2), rtol=1e-4, atol=1e-4)
+    assert np.abs(expected).max() > 2 > np.abs(expected).min()
+
+    sums = untrained(policy=own_networks.Broken("sums"))
+    message = r"^own_networks:Broken\('sums'\) cannot be exported as ONNX: the operation cumsum has no translation"
+    with pytest.raises(ValueError, match=message):
+        write_policy(sums, tmp_path / "sums.onnx", "onnx")
+    assert list(tmp_path.iterdir()) == [path]
     page = (Path(__file__).parent.parent / "docs" / "tutorials" / "export.md").read_text()
     assert [name for name in describe(run) if f"`{name}`" not in page] == []
 

@@ -22,8 +22,8 @@ OWN_USE = "numpy.load({path!r}), and the code of the network"
 class Export:
     """Write a trained policy to a file that other programs act with, without JAX.
 
-    The file holds the weights and describes the network, the task and its actions. A network of your own needs its
-    code to act, and has no ONNX file.
+    The file holds the weights and describes the network, the task and its actions. Of a network of your
+    own, ONNX holds the computation, and the other formats hold the parameters by name.
 
     Example: byzpg export runs/CartPole-v1-DecByzPPO-AvgZero-1 --format onnx
     """
@@ -54,7 +54,7 @@ class Export:
         run = kept.read_results()
         about = export.write_policy(run, output, self.format, seed=self.index, agent=self.agent)
         if "network" in about:
-            network, use = about["network"], USE["safetensors"] if self.format == "safetensors" else OWN_USE
+            network, use = about["network"], OWN_USE if self.format == "numpy" else USE[self.format]
         else:
             layers, kinds = " → ".join(map(str, about["layers"])), ", ".join(about["activations"])
             network, use = f"layers {layers} ({kinds})", USE[self.format]
