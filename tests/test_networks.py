@@ -41,10 +41,10 @@ def test_a_twin_of_the_built_in_network_has_its_parameters_outputs_and_gradients
     built_in, own = GaussianMLP(4, action_size=3, **BUILT_IN), GaussianNetwork(4, Twin(), action_size=3)
     drawn, theta = jax.jit(lambda key: (own.initial(key), built_in.initial(key)))(jax.random.key(3))
     np.testing.assert_array_equal(drawn, theta)
-    theta = np.append(theta[:-3], np.float32([-1, 0, 1]))  # the last three: log σ
+    theta = np.append(theta[:-3], np.asarray([-1, 0, 1], np.float32))  # the last three: log σ
     assert own.dimension == built_in.dimension == len(theta)
     rng = np.random.default_rng(1)
-    seen, actions = (rng.normal(size=(3, 2, size)).astype(np.float32) for size in (4, 3))
+    seen, actions = (jnp.asarray(rng.normal(size=(3, 2, size)), jnp.float32) for size in (4, 3))
 
     def total(policy: Policy, theta: Any) -> Any:
         weights = policy.unflatten(theta)
@@ -55,7 +55,7 @@ def test_a_twin_of_the_built_in_network_has_its_parameters_outputs_and_gradients
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
     np.testing.assert_allclose(slope, expected_slope, rtol=1e-4, atol=1e-5)
 
-    mean, std = np.float32([1, -2, 3, 0]), np.float32([2, 1, 5, 0.5])
+    mean, std = jnp.asarray([1.0, -2, 3, 0]), jnp.asarray([2.0, 1, 5, 0.5])
 
     @jax.jit
     def normalized(theta: Any) -> Any:
@@ -139,7 +139,8 @@ def test_an_own_network_is_translated_to_onnx_or_refused(tmp_path: Path) -> None
     write_policy(run, path, "onnx")
     onnx.checker.check_model(onnx.load(path), full_check=True)
     seen = np.random.default_rng(2).normal(size=(40, 3)).astype(np.float32)
-    mean, log_std, action = InferenceSession(path).run(["mean", "log_std", "action"], {"observation": seen})
+    found = InferenceSession(path).run(["mean", "log_std", "action"], {"observation": seen})
+    mean, log_std, action = map(np.asarray, found)
     expected = run.policy().act(seen)
     np.testing.assert_allclose(mean, expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(log_std, run.parameters["last"][0, 0, -1:])
@@ -168,11 +169,11 @@ def test_modules_of_other_libraries_compute_what_their_parameters_say(network: N
     matrices = [leaf for leaf in leaves.values() if leaf.ndim == 2]
     biases = [leaf for leaf in leaves.values() if leaf.ndim == 1]
     first, last = (each.T if network.__class__.__name__ == "of_equinox" else each for each in matrices)
-    seen = np.random.default_rng(1).normal(size=(2, 7, 4)).astype(np.float32)
+    seen = jnp.asarray(np.random.default_rng(1).normal(size=(2, 7, 4)), jnp.float32)
     expected = np.tanh(seen @ first + biases[0]) @ last + biases[1]
 
     def outputs(theta: Any) -> Any:
-        found = policy.outputs(policy.unflatten(theta), jnp.asarray(seen))
+        found = policy.outputs(policy.unflatten(theta), seen)
         return found.sum(), found
 
     slope, found = jax.jit(jax.grad(outputs, has_aux=True))(theta)

@@ -516,7 +516,7 @@ class Config:
     def _neutral_network_options(self) -> dict[str, Any]:
         """With a network of the user's own, the options of the built-in one at values that do nothing."""
         network = _built_in_component("policy", self.policy)
-        if isinstance(network, str) and not isinstance(network, _Unread):
+        if network is None or (isinstance(network, str) and not isinstance(network, _Unread)):
             return {}
         for option, neutral in ONLY_MLP.items():
             if self._sets(option, neutral):

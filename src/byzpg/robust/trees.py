@@ -119,7 +119,7 @@ def _name(path: Any) -> str:
 class OptaxState(NamedTuple):
     """How many updates were aggregated: randomised rules draw anew in each."""
 
-    count: Array
+    num_updates: Array
 
 
 def optax_aggregator(rule: Rule | type[Rule], *, num_byzantine: int, seed: int = 0) -> Any:
@@ -151,11 +151,9 @@ def optax_aggregator(rule: Rule | type[Rule], *, num_byzantine: int, seed: int =
     def init(params: Tree) -> OptaxState:
         return OptaxState(jnp.zeros((), jnp.int32))
 
-    def update(
-        per_elt_updates: Tree, state: OptaxState, params: Tree | None = None, **extra_args: Any
-    ) -> tuple[Tree, OptaxState]:
-        key = jax.random.fold_in(jax.random.key(seed), state.count) if made.needs_key else None
-        result = aggregate(made, per_elt_updates, num_byzantine=num_byzantine, key=key)
-        return result, OptaxState(state.count + 1)
+    def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, OptaxState]:
+        key = jax.random.fold_in(jax.random.key(seed), state.num_updates) if made.needs_key else None
+        result = aggregate(made, updates, num_byzantine=num_byzantine, key=key)
+        return result, OptaxState(state.num_updates + 1)
 
     return aggregating.Aggregator(init, update)
