@@ -23,6 +23,7 @@ ORDER = [
     "learning",
     "federation",
     "_registry",
+    "testing",
     "config",
     "runs",
     "training",
