@@ -27,6 +27,7 @@ from byzpg.live.identity import generate
 from byzpg.live.manifest import Times, new_manifest
 from byzpg.networks import Network, Pair, flax_linen
 from byzpg.runs import Run, RunDirectory
+from byzpg.testing import check_policy
 
 SHORT: dict[str, Any] = {"num_agents": 5, "num_seeds": 1, "horizon": 40}
 BUILT_IN: dict[str, Any] = {"hidden": (6,), "activation": "tanh", "output_tanh": False}
@@ -183,6 +184,8 @@ def test_modules_of_other_libraries_compute_what_their_parameters_say(network: N
     values = jax.eval_shape(lambda key: critic.values(critic.unflatten(critic.initial(key)), seen), jax.random.key(2))
     assert values.shape == (2, 7)
     assert parse("network", str(network)) == network
+    if "linen" in str(network):
+        assert str(check_policy(network, "Pendulum-v1")).endswith(": 7 of 7 checks passed.")
     assert str(network).startswith("own_networks:")
 
 

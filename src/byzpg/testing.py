@@ -29,7 +29,8 @@ from byzpg import envs
 from byzpg._registry import FAMILIES, check_readable
 from byzpg.envs.host import HostTask
 from byzpg.envs.spaces import Box, Discrete, Space
-from byzpg.learning.policies import Policy
+from byzpg.learning.policies import Policy, policy_for
+from byzpg.networks import Network
 from byzpg.robust import rules
 from byzpg.robust.aggregators import Aggregator, Mean
 from byzpg.robust.agreement import Agreement
@@ -719,19 +720,24 @@ class _JaxTask:
 # Policies
 
 
-def check_policy(policy: Policy) -> Report:
-    """Check a policy of your own.
+def check_policy(policy: Policy | Network, env: str = "CartPole-v1") -> Report:
+    """Check a network or a policy of your own.
 
     θ must be float32 [dimension] and finite. Outputs must be the same alone and in batches. Draws must follow
     `log_probability`: its gradient must be zero on average over draws, and the `entropy` must be its mean. No draw may
     be more likely than the `mode`.
 
     Args:
-        policy: The policy, fitted to a task.
+        policy: The network, or a policy that is fitted to a task.
+        env: The task that a network is fitted to.
 
     Raises:
         ContractError: If it breaks the contract, with a list of what is broken.
+        ValueError: If a network cannot be fitted to the task.
     """
+    if isinstance(policy, Network):
+        task = envs.make(env)
+        policy = policy_for(policy, task.observation_size, task.action_space)
     return Report(str(policy), _run(_PolicyUnderTest(policy).checks()), {}).checked()
 
 
