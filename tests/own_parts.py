@@ -1,6 +1,7 @@
 """Parts of a user's own, which tests name as own_parts:NAME."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -131,7 +132,7 @@ def branches(received, num_byzantine):
 
 
 @aggregator
-def in_numpy(received, num_byzantine):
+def in_numpy(received, num_byzantine) -> Any:
     return np.median(received, axis=0)
 
 
@@ -141,7 +142,7 @@ def failing(received, num_byzantine):
 
 
 @aggregator
-def nothing(received, num_byzantine):
+def nothing(received, num_byzantine) -> Any:
     return None
 
 

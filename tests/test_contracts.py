@@ -74,7 +74,7 @@ CLAIMS = ("order", "translation", "agreement", "exact agreement", "robustness")
 @every_rule
 def test_the_contract_is_kept_and_claims_hold_both_ways(case: Case):
     """`byzpg.testing` checks users' rules in the same way. The plain mean must fail the test of robustness."""
-    check = check_agreement if isinstance(case.rule, Agreement) else check_aggregator
+    check: Any = check_agreement if isinstance(case.rule, Agreement) else check_aggregator
     report = check(case.rule, num_agents=K, num_byzantine=case.f, claims=())
     claimed = (case.permutes, case.translates, case.agrees != "no", case.agrees == "exactly", case.robust)
     found = [report.has(name) for name in CLAIMS]

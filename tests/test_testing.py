@@ -106,7 +106,7 @@ def test_attacks() -> None:
 class Broken(CartPole):
     """Episodes that depend on the others of a batch, and infinite rewards."""
 
-    name: ClassVar[str] = "Broken"
+    name = "Broken"
 
     def step(self, state: Any, action: Any, noise: Any) -> Any:
         after, reward, ended = super().step(state, action, noise)

@@ -82,16 +82,14 @@ def test_a_wrong_function_is_one_error_that_names_it(rule: Any, message: str, in
 
 
 def test_parameters_are_checked_when_the_function_is_decorated() -> None:
-    for made, bad in (
-        (aggregator, lambda received, num_byzantine: received[0]),
-        (aggregator, own_parts.NoSet()),
-    ):
+    bad: Any
+    for bad in (lambda received, num_byzantine: received[0], own_parts.NoSet()):
         with pytest.raises(TypeError, match="a function with a name"):
-            made(bad)
+            aggregator(bad)
 
-    def other_names(rows, f): ...
+    def other_names(rows, f) -> Any: ...
 
-    def any_names(received, num_byzantine, **more): ...
+    def any_names(received, num_byzantine, **more) -> Any: ...
 
     for bad in (other_names, any_names):
         with pytest.raises(TypeError, match=f"{bad.__name__} must have the parameters received, num_byzantine"):
