@@ -423,7 +423,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {"estimator": "REINFORCE", "importance": "ImportanceWeights(mode='per-decision')"},
         ["per-decision", "REINFORCE() does not", "use GPOMDP"],
     ),
-    ({"policy": "softmax"}, ["policy must be 'auto' or 'categorical' or 'gaussian'", "'softmax'"]),
+    ({"policy": "softmax"}, ["policy must be auto, categorical, gaussian, or a network of your own", "'softmax'"]),
     ({"algorithm": "PAGE-PG", "num_agents": 3}, ["PAGE-PG is one agent alone", "num_agents must be 1", "3"]),
     ({"algorithm": "Dec-PAGE-PG", "aggregator": "RFA"}, ["aggregator = RFA", "Dec-PAGE-PG", "ByzPG or DecByzPG"]),
     ({"algorithm": "Dec-PAGE-PG", "aggregator": RFA()}, ["aggregator = RFA()", "leave it out"]),

@@ -85,6 +85,12 @@ def test_the_rule_of_ones_own_leaves_out_what_is_not_finite(monkeypatch: pytest.
     np.testing.assert_allclose(AroundMedoid()(rows, num_byzantine=2), [1.0, 2.0], atol=1e-5)
 
 
+def test_digits_are_learned_beside_attackers_by_a_robust_rule_and_not_by_the_mean(tmp_path: Path) -> None:
+    text = run(EXAMPLES / "digits.py", tmp_path)
+    assert number(r"Mean\(\): (\d+)%", text) < 30
+    assert number(r"NNM\(TrimmedMean\(\)\): (\d+)%", text) > 90
+
+
 @pytest.mark.slow
 def test_of_three_rules_the_mean_alone_learns_nothing(tmp_path: Path) -> None:
     text = example("compare_rules.py", tmp_path)

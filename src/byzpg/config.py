@@ -3,16 +3,20 @@
 import json
 import tomllib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from inspect import isclass
 from math import inf, sqrt
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
+import jax.numpy as jnp
 
-from byzpg import envs
-from byzpg._registry import fits, parse, type_name
+from byzpg import _parts, envs
+from byzpg._registry import addresses, check_readable, fits, parse, type_name
+from byzpg.envs.host import imported_module
 from byzpg.envs.spaces import Box
 from byzpg.federation.agents import Optimizer
 from byzpg.federation.algorithms import ALGORITHMS, Federation
@@ -20,10 +24,11 @@ from byzpg.federation.schedule import Conventions, Schedule
 from byzpg.learning.advantages import PPO
 from byzpg.learning.gradients import GPOMDP, REINFORCE, Correction, Estimator, HessianVector, ImportanceWeights
 from byzpg.learning.policies import Policy, policy_for
+from byzpg.networks import Network
 from byzpg.robust.aggregators import NNM, RFA, Aggregator, Bucketing, Mean, TrimmedMean
 from byzpg.robust.agreement import MDA, Agreement, NoAgreement
 from byzpg.robust.attacks import Attack, ByzantineSet, NoAttack
-from byzpg.robust.components import Component, nearest, plain_name, unknown
+from byzpg.robust.components import Component, is_own, nearest, plain_name, trying, unknown
 from byzpg.robust.rules import Rule
 
 # What presets share on each task unless they say otherwise: the paper's table; of Pendulum and Acrobot, our choice.
@@ -285,6 +290,8 @@ ONLY_PAGE: dict[str, Any] = {
     "conventions": "Paper",
 }
 ONLY_PPO: dict[str, Any] = {"steps": None, "ppo": PPO()}
+# Options of the built-in network, at values that stand for none in runs with a network of the user's own.
+ONLY_MLP: dict[str, Any] = {"hidden": (), "activation": "relu", "output_tanh": False}
 
 # What to do about an option that an algorithm does not use, without a critic and with one. All others are options of
 # algorithms without a critic.
@@ -305,6 +312,8 @@ FIXES_WITH_CRITIC = {
 # Reported experiments start from this seed, on which no option was chosen.
 REPORTED_SEED = 2000
 
+POLICIES = ("auto", "categorical", "gaussian")  # in place of a network of the user's own
+
 # The families of the components that a configuration names.
 FAMILY_OF = {
     "conventions": "conventions",
@@ -315,6 +324,7 @@ FAMILY_OF = {
     "estimator": "estimator",
     "importance": "correction",
     "ppo": "learner",
+    "policy": "network",
 }
 
 
@@ -328,6 +338,8 @@ class Config:
     >>> Config(num_byzantine=4).resolved()
     Traceback (most recent call last):
     ValueError: MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3.
+
+    A component of your own is written module:Name(option=value), as in NNM(my_rules:MyRule(size=2)).
     """
 
     env: str = "CartPole-v1"
@@ -415,8 +427,9 @@ class Config:
     """Adam's ε. Gradients much smaller than ε lead to small steps; with 1e-8 even rounding errors lead to full
     steps."""
 
-    policy: Literal["auto", "categorical", "gaussian"] = "auto"
-    """Kind of policy; auto chooses what fits the task's actions."""
+    policy: Network | str = "auto"
+    """Policy: auto (what fits the task's actions), categorical, gaussian, or your own network as
+    module:Name(option=value)."""
     hidden: tuple[int, ...] | None = None
     """Sizes of the policy's hidden layers."""
     activation: Literal["relu", "tanh", "elu", "silu"] | None = None
@@ -436,16 +449,25 @@ class Config:
         Raises:
             ValueError: If an option has a wrong type or value; the message names the option, the value and the fix.
         """
-        return Settings(**self._filled(envs.make))
+        _parts.trust(*self.own_modules)
+        return Settings(**self._filled(envs.make, _component))
 
-    def without_task(self) -> dict[str, Any]:
-        """The resolved options, as far as they are known and can be checked without building a task on the host.
+    def without_own_code(self) -> dict[str, Any]:
+        """The resolved options, as far as they are known and can be checked without running code that they name.
 
-        Building a task can run code that someone else has named. Its horizon is left out if it is not given.
+        A task on the host is not built; its horizon is left out if it is not given. Components from outside byzpg
+        remain text.
         """
-        return self._filled(envs.built_in)
+        return self._filled(envs.built_in, _built_in_component)
 
-    def _filled(self, find_task: "Callable[[str], envs.Task | None]") -> dict[str, Any]:
+    @property
+    def own_modules(self) -> set[str]:
+        """The modules outside byzpg that the options name; nothing is imported."""
+        return own_modules(vars(self))
+
+    def _filled(
+        self, find_task: "Callable[[str], envs.Task | None]", component: Callable[[str, Any], Any]
+    ) -> dict[str, Any]:
         defaults = {option.name: option.default for option in fields(self) if option.default is not None}
         given: dict[str, Any] = defaults | {name: value for name, value in vars(self).items() if value is not None}
         for option in ("env", "preset", "algorithm"):
@@ -461,12 +483,13 @@ class Config:
             **ALGORITHMS[name].defaults,
             **ALGORITHMS[name].fixed,
             **self._neutral_options(name),
+            **self._neutral_network_options(),
             **given,
             "algorithm": name,
         }
         if task is not None and values.setdefault("horizon", task.horizon) is None:
             raise ValueError(f"{env} does not limit the length of its episodes: set horizon, in steps.")
-        values = {option: _component(option, value) for option, value in values.items()}
+        values = {option: component(option, value) for option, value in values.items()}
         if values["optimizer"] not in ADAMS and self.adam_epsilon is None:  # the preset's is for Adam
             values["adam_epsilon"] = ADAM_EPSILON
         values.setdefault("num_agents", 1 if ALGORITHMS[name].single else 13)
@@ -489,7 +512,7 @@ class Config:
 
     def _sets(self, option: str, neutral: Any) -> bool:
         """Whether an option is given, at another value than one that does nothing."""
-        return _component(option, getattr(self, option)) not in (None, _component(option, neutral))
+        return _built_in_component(option, getattr(self, option)) not in (None, _component(option, neutral))
 
     def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
@@ -508,9 +531,25 @@ class Config:
                 raise ValueError(f"{option} = {value} has no effect with {algorithm_name}: leave it out, or {fix}.")
         return values
 
+    def _neutral_network_options(self) -> dict[str, Any]:
+        """With a network of the user's own, the options of the built-in one at values that do nothing."""
+        network = _built_in_component("policy", self.policy)
+        if network is None or (isinstance(network, str) and not isinstance(network, _Unread)):
+            return {}
+        for option, neutral in ONLY_MLP.items():
+            if self._sets(option, neutral):
+                raise ValueError(
+                    f"{option} = {getattr(self, option)} has no effect with policy = {network}: leave it out, or give "
+                    "the network such an option."
+                )
+        return ONLY_MLP
+
     @classmethod
     def load(cls, path: Path, **defaults: Any) -> "Config":
         """Read a configuration from a .toml or .json file whose keys are the options.
+
+        A .json file comes from a run, perhaps of someone else. The modules that it names must be ones that the user
+        has named too: see `byzpg.trust`.
 
         Args:
             path: The file.
@@ -521,7 +560,10 @@ class Config:
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"configuration {path} cannot be read: {error}") from None
-        return cls.of(defaults | values if isinstance(values, dict) else values, str(path))
+        config = cls.of(defaults | values if isinstance(values, dict) else values, str(path))
+        if path.suffix == ".json":
+            _parts.check_trusted(config.own_modules, str(path))
+        return config
 
     @classmethod
     def of(cls, values: object, source: str) -> "Config":
@@ -540,8 +582,37 @@ class Config:
 
 
 def _component(option: str, value: Any) -> Any:
-    """The value, with the text of a component read."""
+    """The value, with the text of a component read, and a class called."""
+    if option in FAMILY_OF and isclass(value):
+        return value()
+    if option == "policy" and isinstance(value, str) and ":" not in value:  # a kind of the built-in network
+        if value not in POLICIES:
+            raise ValueError(
+                f"policy must be {', '.join(POLICIES)}, or a network of your own as module:Name(option=value); got "
+                f"{value!r}.{nearest(value, POLICIES)}"
+            )
+        return value
     return parse(FAMILY_OF[option], value) if option in FAMILY_OF and isinstance(value, str) else value
+
+
+class _Unread(str):
+    """The text of a component from outside byzpg, whose module is not imported."""
+
+
+def _built_in_component(option: str, value: Any) -> Any:
+    """As `_component`, but the text of a component from outside byzpg remains text."""
+    is_own = option in FAMILY_OF and isinstance(value, str) and addresses(value)
+    return _Unread(value) if is_own else _component(option, value)
+
+
+def own_modules(values: Mapping[str, Any]) -> set[str]:
+    """The modules outside byzpg that these options name, as text or as components; nothing is imported."""
+    named = [str(value) for option, value in values.items() if option in FAMILY_OF and value is not None]
+    found = {each.partition(":")[0] for text in named for each in addresses(text)}
+    task = values.get("env")
+    if isinstance(task, str) and (module := imported_module(task)) is not None:
+        found.add(module)
+    return found
 
 
 def _algorithm_name(text: str) -> str:
@@ -583,7 +654,9 @@ def _with_theory(values: dict[str, Any], task: envs.Task | None) -> dict[str, An
     if "switch_probability" in by_theory:
         values["switch_probability"] = 1 / values["large_batch"]
     num_agents, num_byzantine = values["num_agents"], values["num_byzantine"]
-    if "rounds" in by_theory:
+    if "rounds" in by_theory and isinstance(values["agreement"], _Unread):
+        values["rounds"] = "theory"
+    elif "rounds" in by_theory:
         share = values["switch_probability"] ** 2 / (values["large_batch"] * num_agents)
         values["rounds"] = values["agreement"].rounds_to_shrink(share, num_agents, num_byzantine)
     for option, value in constants.items():
@@ -686,7 +759,7 @@ class Settings:
     step_size: float
     decay: float
     adam_epsilon: float
-    policy: Literal["auto", "categorical", "gaussian"]
+    policy: Network | Literal["auto", "categorical", "gaussian"]
     hidden: tuple[int, ...]
     activation: Literal["relu", "tanh", "elu", "silu"]
     output_tanh: bool
@@ -772,6 +845,21 @@ class Settings:
             byzantine_set=self.byzantine_set,
         )
 
+    @property
+    def own_modules(self) -> set[str]:
+        """The modules outside byzpg that the settings name."""
+        return own_modules(vars(self))
+
+    def check_readable(self) -> None:
+        """Check that `as_data` can be read back.
+
+        Raises:
+            ValueError: If not, because a component cannot be imported by its name or printed as text.
+        """
+        for option, family in FAMILY_OF.items():
+            if isinstance(value := getattr(self, option), Component):  # a policy can be a word
+                check_readable(family, value)
+
     def as_data(self) -> dict[str, Any]:
         """Plain data that `Config.of` reads back: components as text."""
         values = ((option.name, getattr(self, option.name)) for option in fields(self))
@@ -789,6 +877,8 @@ def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
         if option not in values:
             continue
         value = values[option]
+        if isinstance(value, _Unread):
+            continue
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         choices = [each for part in parts if get_origin(part) is Literal for each in get_args(part)]
         if not fits(value, hint) or (isinstance(value, str) and choices and value not in choices):
@@ -805,7 +895,13 @@ def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
     space = task.action_space
     if values["attack"].changes_actions and isinstance(space, Box) and not space.bounded:
         raise ValueError(f"{values['attack']} takes uniform actions, and those of {task.name} have no bounds: {space}.")
-    _policy(values, task)
+    if isinstance(values["policy"], _Unread):
+        return
+    policy = _policy(values, task)
+    if ALGORITHMS[values["algorithm"]].agent.unit == "steps":
+        policy.critic()
+    elif isinstance(values["policy"], Network):
+        jax.eval_shape(lambda: values["conventions"].initial_parameters(policy, jax.random.key(0)))
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:
@@ -860,6 +956,8 @@ def _check_components(values: Mapping[str, Any]) -> None:
     num_agents, num_byzantine, num_attackers = (
         values[option] for option in ("num_agents", "num_byzantine", "num_attackers")
     )
+    if any(isinstance(values[option], _Unread) for option in FAMILY_OF):
+        return  # checked once it is read
     estimator, importance = values["estimator"], values["importance"]
     if ALGORITHMS[values["algorithm"]].agent.unit == "trajectories":
         estimator.check(values["small_batch"])
@@ -879,7 +977,15 @@ def _check_components(values: Mapping[str, Any]) -> None:
         values["agreement"].check(num_agents, num_byzantine)
     if num_attackers >= num_agents:
         raise ValueError(f"num_attackers must leave an honest agent: at most {num_agents - 1}, got {num_attackers}.")
-    jax.eval_shape(lambda: values["byzantine_set"](num_agents, num_attackers, 0, jax.random.key(0)))
+    values["attack"].check(num_agents, num_attackers, num_byzantine, values["aggregator"])
+    byzantine_set = values["byzantine_set"]
+    with trying(byzantine_set, "its call") if is_own(type(byzantine_set)) else nullcontext():
+        found = jax.eval_shape(lambda: byzantine_set(num_agents, num_attackers, 0, jax.random.key(0)))
+    if found.shape != (num_attackers,) or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise ValueError(
+            f"{byzantine_set} must give the indices of {num_attackers} agents, int32 [{num_attackers}]; got "
+            f"{found.dtype} {list(found.shape)}."
+        )
 
 
 def _policy(values: Mapping[str, Any], task: envs.Task) -> Policy:

@@ -6,16 +6,20 @@ A file holds the weights and a JSON text `about` (see `describe`). An ONNX file 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from byzpg import envs
 from byzpg._files import write_atomically
 from byzpg.envs.spaces import LARGEST, Box
+from byzpg.learning.policies import MLP, Gaussian, OwnNetwork
 from byzpg.runs import Run, TrainedPolicy
 
 Arrays = dict[str, np.ndarray]
@@ -52,7 +56,7 @@ def write_policy(run: Run, path: Path, kind: str, *, seed: int = 0, agent: int =
         )
     about = describe(run, seed, agent)
     try:
-        content = FORMATS[kind].encode(_arrays(trained), about)
+        content = FORMATS[kind].encode(trained, about)
     except ImportError:
         raise ValueError(f"the format {kind} needs more packages: pip install 'byzpg[export]'.") from None
     write_atomically(path, lambda file: file.write(content))
@@ -62,11 +66,20 @@ def write_policy(run: Run, path: Path, kind: str, *, seed: int = 0, agent: int =
 def describe(run: Run, seed: int = 0, agent: int = 0) -> About:
     """What a program needs beside the weights to act, as plain data.
 
-    Layer i computes `activations[i](values @ weight_i + bias_i)`. The last layer gives the logits of a categorical
-    policy, or the means of a Gaussian one. `action_low` and `action_high` are the bounds of the task, which it clips a
-    Gaussian's actions to; the largest float32, ±3.4e38, stands for no bound.
+    Of the built-in network, layer i computes `activations[i](values @ weight_i + bias_i)`; of the user's own, `network`
+    is the text, and the program needs its code. The last layer gives the logits of a categorical policy, or the means
+    of a Gaussian one. `action_low` and `action_high` are the bounds of the task, which it clips a Gaussian's actions
+    to; the largest float32, ±3.4e38, stands for no bound.
     """
     settings, policy = run.settings, run.settings.bound_policy()
+    if isinstance(policy, MLP):
+        last = "tanh" if policy.output_tanh else "identity"
+        network: About = {
+            "layers": list(policy.layer_sizes),
+            "activations": [policy.activation] * len(policy.hidden) + [last],
+        }
+    else:
+        network = {"network": str(settings.policy), "observation_size": policy.observation_size}
     space = envs.make(settings.env).action_space
     if isinstance(space, Box):
         low, high = ([min(max(each, -LARGEST), LARGEST) for each in side] for side in (space.low, space.high))
@@ -77,8 +90,7 @@ def describe(run: Run, seed: int = 0, agent: int = 0) -> About:
         "byzpg": version("byzpg"),
         "task": settings.env,
         **kind,
-        "layers": list(policy.layer_sizes),
-        "activations": [policy.activation] * len(policy.hidden) + ["tanh" if policy.output_tanh else "identity"],
+        **network,
         "parameters": settings.output,
         "seed": settings.seeds[seed],
         "agent": agent,
@@ -86,40 +98,57 @@ def describe(run: Run, seed: int = 0, agent: int = 0) -> About:
 
 
 def _arrays(trained: TrainedPolicy) -> Arrays:
-    """The parts of θ by name: weight_i [in, out], bias_i [out] and, for a Gaussian, log_std [size]."""
-    parts = trained.policy.unflatten(trained.parameters)  # pyright: ignore[reportArgumentType]
-    arrays = {}
-    for index, part in enumerate(parts):
-        names = ("log_std",) if len(part) == 1 else (f"weight_{index}", f"bias_{index}")
-        arrays |= {name: np.asarray(array, np.float32) for name, array in zip(names, part, strict=True)}
+    """The parts of θ by name: weight_i [in, out], bias_i [out] and, for a Gaussian, log_std [size].
+
+    Of a network of the user's own: network.PATH, its path in the pytree, and what its observations are normalized with.
+    """
+    policy, parts = trained.policy, trained.policy.unflatten(trained.parameters)  # pyright: ignore[reportArgumentType]
+    named: list[tuple[str, Any]] = []
+    *parts, log_std = parts if isinstance(policy, Gaussian) else (*parts, ())
+    if isinstance(policy, OwnNetwork):
+        tree, *statistics = parts
+        for path, leaf in tree_leaves_with_path(tree):
+            named.append((f"network.{keystr(path, simple=True, separator='.')}".rstrip("."), leaf))
+        for mean, std in statistics:
+            named += [("observation_mean", mean), ("observation_std", std)]
+    else:
+        for index, (matrix, bias) in enumerate(parts):
+            named += [(f"weight_{index}", matrix), (f"bias_{index}", bias)]
+    named += [("log_std", each) for each in log_std]
+    arrays = {name: np.asarray(array, np.float32) for name, array in named}
+    if len(arrays) < len(named):
+        raise ValueError(f"two parameters of the network have the same name in a file, among {', '.join(arrays)}.")
     return arrays
 
 
-def _numpy(arrays: Arrays, about: About) -> bytes:
+def _numpy(trained: TrainedPolicy, about: About) -> bytes:
     content = BytesIO()
-    np.savez(content, allow_pickle=False, about=np.asarray(json.dumps(about)), **arrays)
+    np.savez(content, allow_pickle=False, about=np.asarray(json.dumps(about)), **_arrays(trained))
     return content.getvalue()
 
 
-def _safetensors(arrays: Arrays, about: About) -> bytes:
+def _safetensors(trained: TrainedPolicy, about: About) -> bytes:
     from safetensors.numpy import save  # an extra
 
-    return save(arrays, {"about": json.dumps(about)})
+    return save(_arrays(trained), {"about": json.dumps(about)})
 
 
-def _onnx(arrays: Arrays, about: About) -> bytes:
+def _onnx(trained: TrainedPolicy, about: About) -> bytes:
     """A graph from observation [batch, features] to action, and to logits, or mean and log_std."""
     from onnx import TensorProto, helper, numpy_helper  # an extra, and slow to import
 
-    gaussian, sizes = about["policy"] == "gaussian", about["layers"]
+    gaussian, policy, arrays = about["policy"] == "gaussian", trained.policy, _arrays(trained)
     last = "mean" if gaussian else "logits"
-    names = ["observation", *(f"hidden_{layer}" for layer in range(len(sizes) - 2)), last]
     nodes = []
 
     def add(operator: str, inputs: list[str], output: str, **attributes: Any) -> None:
         nodes.append(helper.make_node(operator, inputs, [output], **attributes))
 
-    for layer, activation in enumerate(about["activations"]):
+    if isinstance(policy, OwnNetwork):  # a graph for one observation, which is applied to each
+        add("Scan", ["observation"], last, num_scan_inputs=1, body=_body(trained, about))
+        arrays = {name: array for name, array in arrays.items() if name == "log_std"}
+    names = ["observation", *(f"hidden_{layer}" for layer in range(len(about.get("layers", ())) - 2)), last]
+    for layer, activation in enumerate(about.get("activations", ())):
         linear = f"linear_{layer}"
         add("Gemm", [names[layer], f"weight_{layer}", f"bias_{layer}"], linear)
         if activation == "silu":  # x · sigmoid(x), an operator of its own only since opset 24
@@ -127,21 +156,21 @@ def _onnx(arrays: Arrays, about: About) -> bytes:
             add("Mul", [linear, f"sigmoid_{layer}"], names[layer + 1])
         else:
             add(activation.capitalize(), [linear], names[layer + 1])
-    outputs: dict[str, tuple[int, list[str | int]]] = {last: (TensorProto.FLOAT, ["batch", sizes[-1]])}
+    outputs: dict[str, tuple[int, list[str | int]]] = {last: (TensorProto.FLOAT, ["batch", policy.num_outputs])}
     constants = {f"{name}_value" if name == "log_std" else name: array for name, array in arrays.items()}
     if gaussian:
         constants |= {name: np.asarray(about[name], np.float32) for name in ("action_low", "action_high")}
         add("Max", [last, "action_low"], "raised")
         add("Min", ["raised", "action_high"], "action")
         add("Identity", ["log_std_value"], "log_std")
-        outputs |= {"action": outputs[last], "log_std": (TensorProto.FLOAT, [sizes[-1]])}
+        outputs |= {"action": outputs[last], "log_std": (TensorProto.FLOAT, [policy.num_outputs])}
     else:
         add("ArgMax", [last], "action", axis=1, keepdims=0)
         outputs["action"] = (TensorProto.INT64, ["batch"])
     graph = helper.make_graph(
         nodes,
         "policy",
-        [helper.make_tensor_value_info("observation", TensorProto.FLOAT, ["batch", sizes[0]])],
+        [helper.make_tensor_value_info("observation", TensorProto.FLOAT, ["batch", policy.observation_size])],
         [helper.make_tensor_value_info(name, *kind) for name, kind in outputs.items()],
         [numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
@@ -151,12 +180,26 @@ def _onnx(arrays: Arrays, about: About) -> bytes:
     return model.SerializeToString(deterministic=True)
 
 
+def _body(trained: TrainedPolicy, about: About) -> Any:
+    """A graph from one observation [features] to the outputs of a network of the user's own."""
+    from byzpg import _onnx  # needs an extra
+
+    policy, weights = trained.policy, trained.policy.unflatten(jnp.asarray(trained.parameters))
+    try:
+        return _onnx.translated(partial(policy.outputs, weights), policy.observation_size, "one", "outputs")
+    except _onnx.Untranslatable as error:
+        raise ValueError(
+            f"{about['network']} cannot be exported as ONNX: {error}. Export it as safetensors or numpy, which hold "
+            "its parameters by name."
+        ) from None
+
+
 @dataclass(frozen=True)
 class Format:
     """A file format: how its files end, and the bytes of one."""
 
     suffix: str
-    encode: Callable[[Arrays, About], bytes]
+    encode: Callable[[TrainedPolicy, About], bytes]
 
 
 FORMATS = {

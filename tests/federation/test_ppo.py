@@ -20,7 +20,7 @@ from byzpg.federation.ppo import Batch, Memory, Played, PPOAgent
 from byzpg.federation.schedule import ITERATIONS, block_key, exchange_key, play_stream, round_stream, stream_key
 from byzpg.federation.simulator import LARGE, SimulationState
 from byzpg.learning.advantages import PPO, Steps
-from byzpg.learning.policies import Critic
+from byzpg.learning.policies import MLP, CriticMLP
 from byzpg.robust.attacks import Knowledge, LargeNoise
 from byzpg.robust.exchange import attack_key
 from byzpg.runs import Run, RunDirectory
@@ -111,7 +111,8 @@ def by_hand(agent: PPOAgent, parameters: jax.Array, steps: Steps) -> jax.Array:
         gain = (
             jnp.where(steps.advantages > 0, jnp.minimum(ratio, bounded), jnp.maximum(ratio, bounded)) * steps.advantages
         )
-        critic = Critic(agent.policy.observation_size, agent.policy.hidden, agent.policy.activation)
+        assert isinstance(agent.policy, MLP)
+        critic = CriticMLP(agent.policy.observation_size, agent.policy.hidden, agent.policy.activation)
         values = critic.outputs(critic.unflatten(parameters[size:]), steps.observations)[:, 0]
         entropy = -jnp.sum(shares * jnp.log(shares), axis=1)
         return (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from byzpg.learning.advantages import PPO, Steps, generalized_advantages, normalized, objective, shortened
-from byzpg.learning.policies import CategoricalMLP, Critic, GaussianMLP, Policy
+from byzpg.learning.policies import CategoricalMLP, CriticMLP, GaussianMLP
 
 RNG = np.random.default_rng(0)
 OPTIONS = PPO(clip=0.1, entropy=0.03, value=0.7)
@@ -86,7 +86,9 @@ def naive_network(layers: list[tuple[np.ndarray, np.ndarray]], inputs: np.ndarra
     return values
 
 
-def naive_objective(policy: Policy, critic: Critic, parameters: np.ndarray, steps: Steps, options: PPO) -> float:
+def naive_objective(
+    policy: CategoricalMLP | GaussianMLP, critic: CriticMLP, parameters: np.ndarray, steps: Steps, options: PPO
+) -> float:
     """Step by step, in float64."""
 
     def layers(sizes: tuple[int, ...], values: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -120,7 +122,7 @@ def naive_objective(policy: Policy, critic: Critic, parameters: np.ndarray, step
     return total / len(steps.advantages)
 
 
-def some_steps(policy: Policy, number: int) -> Steps:
+def some_steps(policy: CategoricalMLP | GaussianMLP, number: int) -> Steps:
     is_discrete = isinstance(policy, CategoricalMLP)
     actions = RNG.integers(0, 3, number) if is_discrete else RNG.normal(size=(number, 2))
     return Steps(
@@ -133,8 +135,8 @@ def some_steps(policy: Policy, number: int) -> Steps:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_the_objective_and_its_gradient_are_those_of_a_naive_twin(policy: Policy) -> None:
-    critic = Critic(3, (5,), "tanh")
+def test_the_objective_and_its_gradient_are_those_of_a_naive_twin(policy: CategoricalMLP | GaussianMLP) -> None:
+    critic = CriticMLP(3, (5,), "tanh")
     steps = some_steps(policy, 12)
     parameters = np.concatenate([np.asarray(each.initial(jax.random.key(1)), np.float64) for each in (policy, critic)])
     value, gradient = jax.value_and_grad(lambda at: objective(policy, critic, at, steps, OPTIONS))(
@@ -152,7 +154,7 @@ def test_the_objective_and_its_gradient_are_those_of_a_naive_twin(policy: Policy
 
 def test_nothing_is_gained_beyond_the_clip() -> None:
     """A step whose probability has already grown by more than ε does not pull it further."""
-    policy, critic = POLICIES[0], Critic(3, (5,), "tanh")
+    policy, critic = POLICIES[0], CriticMLP(3, (5,), "tanh")
     parameters = jnp.concatenate([policy.initial(jax.random.key(1)), critic.initial(jax.random.key(2))])
     weights = policy.unflatten(parameters[: policy.dimension])
     steps = some_steps(policy, 1)

@@ -13,7 +13,7 @@ import pytest
 from jax import Array
 
 from byzpg.envs.spaces import Box, Discrete
-from byzpg.learning.policies import ACTIVATIONS, CategoricalMLP, GaussianMLP, Policy, policy_for
+from byzpg.learning.policies import ACTIVATIONS, CategoricalMLP, GaussianMLP, policy_for
 
 POLICIES = [
     CategoricalMLP(3, (), "relu", False, num_actions=2),
@@ -33,7 +33,7 @@ GAUSSIAN = [policy for policy in POLICIES if isinstance(policy, GaussianMLP)]
 # The naive twin, in float64
 
 
-def naive_layers(policy: Policy, parameters: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+def naive_layers(policy: CategoricalMLP | GaussianMLP, parameters: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     sizes, layers, start = [policy.observation_size, *policy.hidden, policy.num_outputs], [], 0
     for inputs, outputs in pairwise(sizes):
         matrix = np.array(parameters[start : start + inputs * outputs], np.float64).reshape(inputs, outputs)
@@ -53,7 +53,7 @@ def naive_activation(name: str, x: float) -> float:
     return x / (1 + np.exp(-x))  # silu
 
 
-def naive_outputs(policy: Policy, parameters: np.ndarray, observation: np.ndarray) -> np.ndarray:
+def naive_outputs(policy: CategoricalMLP | GaussianMLP, parameters: np.ndarray, observation: np.ndarray) -> np.ndarray:
     *inner, (matrix, bias) = naive_layers(policy, parameters)
     values = observation.astype(np.float64)
     for weights, shifts in inner:
@@ -62,7 +62,9 @@ def naive_outputs(policy: Policy, parameters: np.ndarray, observation: np.ndarra
     return np.tanh(values) if policy.output_tanh else values
 
 
-def naive_log_probability(policy: Policy, parameters: np.ndarray, observation: np.ndarray, action: Any) -> float:
+def naive_log_probability(
+    policy: CategoricalMLP | GaussianMLP, parameters: np.ndarray, observation: np.ndarray, action: Any
+) -> float:
     outputs = naive_outputs(policy, parameters, observation)
     if isinstance(policy, CategoricalMLP):
         return float(np.log(np.exp(outputs[action]) / np.sum(np.exp(outputs))))
@@ -90,7 +92,7 @@ GRID = (np.arange(20_000, dtype=np.float32) + 0.5) / 20_000
 
 
 @cache
-def evaluated(policy: Policy) -> Evaluated:
+def evaluated(policy: CategoricalMLP | GaussianMLP) -> Evaluated:
     rng = np.random.default_rng(policy.dimension)
     parameters = rng.normal(0, 0.6, policy.dimension).astype(np.float32)
     observations = rng.normal(size=(12, policy.observation_size)).astype(np.float32)
@@ -131,7 +133,7 @@ def test_the_table_covers_every_choice() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_outputs_and_log_probabilities_are_the_naive_ones(policy: Policy) -> None:
+def test_outputs_and_log_probabilities_are_the_naive_ones(policy: CategoricalMLP | GaussianMLP) -> None:
     of = evaluated(policy)
     expected = [naive_outputs(policy, of.parameters, observation) for observation in of.observations]
     np.testing.assert_allclose(of.outputs, expected, rtol=1e-5, atol=1e-6)
@@ -144,7 +146,7 @@ def test_outputs_and_log_probabilities_are_the_naive_ones(policy: Policy) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_scores_are_finite_differences(policy: Policy) -> None:
+def test_scores_are_finite_differences(policy: CategoricalMLP | GaussianMLP) -> None:
     of, step = evaluated(policy), 1e-6
     for observation, action, score in zip(of.observations[:3], of.actions, of.scores, strict=False):
         for coordinate in range(policy.dimension):
@@ -155,7 +157,7 @@ def test_scores_are_finite_differences(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_no_action_is_likelier_than_the_mode(policy: Policy) -> None:
+def test_no_action_is_likelier_than_the_mode(policy: CategoricalMLP | GaussianMLP) -> None:
     of = evaluated(policy)
     assert of.modes.shape == of.actions.shape
     assert of.modes.dtype == of.actions.dtype
@@ -238,7 +240,7 @@ def test_tanh_on_the_outputs_caps_the_largest_probability_and_probabilities_add_
     observations = jnp.asarray(rng.normal(size=(500, 3)), jnp.float32)
 
     @partial(jax.jit, static_argnums=0)
-    def probabilities(policy: Policy, parameters: Array) -> Array:
+    def probabilities(policy: CategoricalMLP | GaussianMLP, parameters: Array) -> Array:
         weights = policy.unflatten(parameters)
         outputs = policy.outputs(weights, observations)
         return jnp.exp(policy.log_probability(weights, outputs, jnp.arange(num_actions)[:, None]))
@@ -258,7 +260,7 @@ def test_tanh_on_the_outputs_caps_the_largest_probability_and_probabilities_add_
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_parameters_are_consecutive(policy: Policy) -> None:
+def test_parameters_are_consecutive(policy: CategoricalMLP | GaussianMLP) -> None:
     parameters: Any = np.arange(policy.dimension, dtype=np.float32)
     weights = policy.unflatten(parameters)
     np.testing.assert_array_equal(np.concatenate([np.ravel(part) for layer in weights for part in layer]), parameters)

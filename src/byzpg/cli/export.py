@@ -7,6 +7,7 @@ from typing import Literal
 import tyro
 
 from byzpg.cli.console import say
+from byzpg.cli.parts import OwnModules
 
 USE = {
     "onnx": "onnxruntime.InferenceSession({path!r}).run(['action'], {{'observation': observations}})",
@@ -14,12 +15,15 @@ USE = {
     "numpy": "numpy.load({path!r}), or python examples/act_without_jax.py {path}",
 }
 
+OWN_USE = "numpy.load({path!r}), and the code of the network"
+
 
 @dataclass(frozen=True)
 class Export:
     """Write a trained policy to a file that other programs act with, without JAX.
 
-    The file holds the weights and describes the network, the task and its actions.
+    The file holds the weights and describes the network, the task and its actions. Of a network of your
+    own, ONNX holds the computation, and the other formats hold the parameters by name.
 
     Example: byzpg export runs/CartPole-v1-DecByzPPO-AvgZero-1 --format onnx
     """
@@ -34,6 +38,7 @@ class Export:
     """Agent whose parameters are used, from 0."""
     output: Path | None = None
     """File to write. Default: policy.onnx, policy.safetensors or policy.npz in the directory of the run."""
+    parts: OwnModules = ()
 
     def run(self) -> None:
         from byzpg import export
@@ -48,7 +53,11 @@ class Export:
             raise ValueError(f"{self.directory} is not complete: finish it with `byzpg resume {self.directory}`.")
         run = kept.read_results()
         about = export.write_policy(run, output, self.format, seed=self.index, agent=self.agent)
-        layers, kinds = " → ".join(map(str, about["layers"])), ", ".join(about["activations"])
+        if "network" in about:
+            network, use = about["network"], OWN_USE if self.format == "numpy" else USE[self.format]
+        else:
+            layers, kinds = " → ".join(map(str, about["layers"])), ", ".join(about["activations"])
+            network, use = f"layers {layers} ({kinds})", USE[self.format]
         say(f"Policy of {about['task']}: {output} ({output.stat().st_size:,} bytes)")
-        say(f"{about['policy'].capitalize()}, layers {layers} ({kinds}), seed {about['seed']}, agent {about['agent']}")
-        say(f"Use it:  {USE[self.format].format(path=str(output))}")
+        say(f"{about['policy'].capitalize()}, {network}, seed {about['seed']}, agent {about['agent']}")
+        say(f"Use it:  {use.format(path=str(output))}")

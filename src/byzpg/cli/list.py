@@ -11,7 +11,7 @@ from byzpg.envs import host
 from byzpg.federation.algorithms import ALGORITHMS
 
 # The options that take a member of a family, where they do not have its name.
-OPTIONS = {"correction": "--importance", "environment": "--env"}
+OPTIONS = {"correction": "--importance", "environment": "--env", "network": "--policy"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class List:
         for family in _registry.FAMILIES:
             members = _registry.members(family)
             families[family] = {name: _registry.summary(member) for name, member in members.items()}
+        families["network"] = {
+            "auto": "The built-in multilayer perceptron, which has the options --hidden and --activation.",
+            "module:Name": "Your own: a subclass of byzpg.networks.Network, or a function that makes a module.",
+        }
         families["environment"] = {name: _registry.summary(member) for name, member in envs.ENVIRONMENTS.items()}
         families["environment"] |= host.available()
         for family, summaries in families.items():

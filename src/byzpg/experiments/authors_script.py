@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from byzpg.federation.schedule import CommonCoin, Conventions, Paper
-from byzpg.learning.policies import GaussianMLP, Policy
+from byzpg.learning.policies import MLP, GaussianMLP, Policy
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class AuthorsScript(Conventions):
     def initial_parameters(self, policy: Policy, key: Array) -> Array:
         if not self.initialization:
             return Paper().initial_parameters(policy, key)
+        if not isinstance(policy, MLP):
+            raise ValueError(
+                f"{self} starts from the parameters of the script's own network: use "
+                "conventions = 'AuthorsScript(initialization=False)' with a network of your own."
+            )
         parameters = jnp.asarray(first_parameters(policy.layer_sizes))
         if isinstance(policy, GaussianMLP):
             parameters = policy.with_log_std(parameters)

@@ -125,6 +125,11 @@ class Agent(Component, ABC):
         """The lengths of the parts of θ whose gradients are aggregated each by itself; the policy's is the first."""
         return (self.policy.dimension,)
 
+    @property
+    def deployed_policy(self) -> Policy:
+        """The policy that takes `deployed` parameters: the one that plays."""
+        return self.policy
+
     def rule_of_block(self, block: int, rule: Rule) -> Rule:
         """The rule that aggregates a block in a federation that aggregates with `rule`."""
         return rule

@@ -5,8 +5,9 @@ longer, and would otherwise decide every distance.
 
 If observations are normalized, the third part of θ is their means and the logarithms of their standard deviations. In
 the last exchange of an iteration, agents send how far the statistics of their own steps would move them. So a robust
-rule protects them as it protects gradients. Since the first layer is linear, statistics and policy together are a
-policy that sees observations as they are: this is the one that plays, and the one that is deployed.
+rule protects them as it protects gradients. Statistics and policy together are a policy that sees observations as they
+are: this is the one that plays, and the one that is deployed. A first layer that is linear absorbs the statistics; a
+network of the user's own is preceded by them.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from byzpg.federation.agents import Agent, AgentState, History, Sampled
 from byzpg.learning.advantages import PPO, Steps, generalized_advantages, normalized, objective, shortened, statistics
 from byzpg.learning.gradients import Health
 from byzpg.learning.host_segments import Venue
-from byzpg.learning.policies import Critic
+from byzpg.learning.policies import Critic, Policy
 from byzpg.learning.rollouts import PlayAttacks, where_agents
 from byzpg.learning.segments import Environments, Segment, keys_for, play_segment
 from byzpg.robust.aggregators import Mean, TrimmedMean
@@ -81,7 +82,7 @@ class PPOAgent(Agent):
 
     @property
     def critic(self) -> Critic:
-        return Critic(self.policy.observation_size, self.policy.hidden, self.policy.activation)
+        return self.policy.critic()
 
     @property
     def shared(self) -> tuple[Any, ...]:
@@ -101,6 +102,10 @@ class PPOAgent(Agent):
     def blocks(self) -> tuple[int, ...]:
         networks = self.policy.dimension, self.critic.dimension
         return (*networks, 2 * self.policy.observation_size) if self.ppo.normalize_observations else networks
+
+    @property
+    def deployed_policy(self) -> Policy:
+        return self.policy.normalizing() if self.ppo.normalize_observations else self.policy
 
     @property
     def _steps_alone(self) -> bool:
@@ -177,7 +182,7 @@ class PPOAgent(Agent):
             play = partial(play_segment, self.env)
         return Played(
             *play(
-                self.policy,
+                self.deployed_policy,
                 *request,
                 keys,
                 num_steps=self.ppo.segment,

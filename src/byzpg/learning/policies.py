@@ -1,43 +1,92 @@
-"""Policies π_θ(a|s) and critics: multilayer perceptrons over one flat float32 vector θ [d].
+"""Policies π_θ(a|s) and critics: networks over one flat float32 vector θ [d].
 
-`unflatten` turns θ into weights. All other functions take the weights, so that a rollout does not slice θ at every
-step. Functions are written for one θ and observations [..., features]; callers `vmap` over agents.
+A policy is a network, the built-in `MLP` or an `OwnNetwork`, with a head: `Categorical` or `Gaussian`. `unflatten`
+turns θ into weights. All other functions take the weights, so that a rollout does not slice θ at every step. Functions
+are written for one θ and observations [..., features]; callers `vmap` over agents.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, pairwise
 from math import e, log, pi, prod
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.scipy.special import ndtri
 
+from byzpg import networks
 from byzpg.envs.spaces import Discrete, Space
 from byzpg.robust.components import Component, check_choice, check_count, check_finite
 
 ACTIVATIONS = {"relu": jax.nn.relu, "tanh": jnp.tanh, "elu": jax.nn.elu, "silu": jax.nn.silu}
 
 Numbers = tuple[Array, ...]  # one array per number
-Weights = tuple[tuple[Array, ...], ...]  # per layer: matrix [in, out], bias [out]; a Gaussian's last entry: (log_std,)
+# Of an MLP, per layer: matrix [in, out], bias [out]. Of an own network: its parameters. A Gaussian's last: (log_std,).
+Weights = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Network(Component):
-    """A multilayer perceptron.
+class Model(Component):
+    """A network over θ [d].
 
     Attributes:
         observation_size: The number of features of an observation.
+    """
+
+    observation_size: int
+
+    @property
+    @abstractmethod
+    def num_outputs(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def dimension(self) -> int:
+        """The length of the network's part of θ."""
+
+    @abstractmethod
+    def initial(self, key: Array) -> Array:
+        """Draw the initial parameters."""
+
+    @abstractmethod
+    def unflatten(self, parameters: Array) -> Weights:
+        """Split the parameters into weights."""
+
+    @abstractmethod
+    def outputs(self, weights: Weights, observations: Array) -> Array:
+        """The network's outputs [..., num_outputs] at observations [..., features]."""
+
+    @abstractmethod
+    def critic(self) -> "Critic":
+        """The critic with the same network, which has one output."""
+
+    @abstractmethod
+    def with_last_layer(self, parameters: Array, factor: float) -> Array:
+        """The parameters with those of the last layer multiplied by a factor, if it is known which these are."""
+
+    @abstractmethod
+    def with_normalized_inputs(self, parameters: Array, mean: Array, std: Array) -> Array:
+        """The parameters of `normalizing()`, which does with x what this does with (x − mean)/std [feature]."""
+
+    @abstractmethod
+    def normalizing(self) -> Self:
+        """The network of `with_normalized_inputs`."""
+
+
+@dataclass(frozen=True)
+class MLP(Model):
+    """A multilayer perceptron.
+
+    Attributes:
         hidden: The sizes of the hidden layers.
         activation: The activation of the hidden layers: relu, tanh, elu or silu.
         output_tanh: Whether the outputs are bounded to ±1 by a tanh, as in the paper. In a policy, this bounds the
             action probabilities, too.
     """
 
-    observation_size: int
     hidden: tuple[int, ...] = (16, 16)
     activation: str = "relu"
     output_tanh: bool = False
@@ -46,10 +95,6 @@ class Network(Component):
         for size in self.hidden:
             check_count(self, hidden=size)
         check_choice(self, "activation", self.activation, tuple(ACTIVATIONS))
-
-    @property
-    @abstractmethod
-    def num_outputs(self) -> int: ...
 
     @property
     def layer_sizes(self) -> tuple[int, ...]:
@@ -61,7 +106,6 @@ class Network(Component):
 
     @property
     def dimension(self) -> int:
-        """The length of the network's part of θ."""
         return sum(prod(shape) for shape in self._shapes)
 
     def initial(self, key: Array) -> Array:
@@ -72,13 +116,11 @@ class Network(Component):
         return jax.random.uniform(key, (len(bounds),), minval=-1) * jnp.asarray(bounds)
 
     def with_last_layer(self, parameters: Array, factor: float) -> Array:
-        """The parameters with those of the last layer multiplied by a factor."""
         sizes = [prod(shape) for shape in self._shapes]
         first, end = sum(sizes[:-2]), sum(sizes)
         return parameters.at[first:end].multiply(factor)
 
     def with_normalized_inputs(self, parameters: Array, mean: Array, std: Array) -> Array:
-        """The parameters of a network that does with x what this one does with (x − mean)/std [feature]."""
         matrix_size, bias_size = (prod(shape) for shape in self._shapes[:2])
         matrix = parameters[:matrix_size].reshape(self._shapes[0]) / std[:, None]
         bias = parameters[matrix_size:][:bias_size] - jnp.dot(mean, matrix, precision=jax.lax.Precision.HIGHEST)
@@ -93,7 +135,6 @@ class Network(Component):
         return tuple(zip(parts[::2], parts[1::2], strict=True))
 
     def outputs(self, weights: Weights, observations: Array) -> Array:
-        """The network's outputs [..., num_outputs] at observations [..., features]."""
         layers = weights[: len(self.hidden) + 1]
         values = observations
         for index, (matrix, bias) in enumerate(layers):
@@ -102,9 +143,80 @@ class Network(Component):
                 values = ACTIVATIONS[self.activation](values)
         return jnp.tanh(values) if self.output_tanh else values
 
+    def critic(self) -> "Critic":
+        return CriticMLP(self.observation_size, self.hidden, self.activation)
+
+    def normalizing(self) -> Self:
+        return self  # the first layer is linear
+
 
 @dataclass(frozen=True)
-class Critic(Network):
+class OwnNetwork(Model):
+    """A network of the user's own; its part of θ is its parameters in the order of `jax.tree.leaves`.
+
+    Attributes:
+        network: The network.
+        normalizes: Whether the network sees (x − mean)/std in place of an observation x. The means and the standard
+            deviations [feature] then follow its parameters in θ.
+    """
+
+    network: networks.Network
+    normalizes: bool = False
+
+    def __post_init__(self) -> None:
+        networks.check(self.network)
+        networks.parameter_shapes(self.network, self.observation_size, self.num_outputs)
+
+    @property
+    def _shapes(self) -> Any:
+        return networks.parameter_shapes(self.network, self.observation_size, self.num_outputs)
+
+    @property
+    def _size(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self._shapes))
+
+    @property
+    def dimension(self) -> int:
+        return self._size + (2 * self.observation_size if self.normalizes else 0)
+
+    def initial(self, key: Array) -> Array:
+        """Draw the initial parameters by the network's own `init`."""
+        drawn = networks.drawn(self.network, key, self.observation_size, self.num_outputs)
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(drawn)])
+
+    def with_last_layer(self, parameters: Array, factor: float) -> Array:
+        return parameters
+
+    def with_normalized_inputs(self, parameters: Array, mean: Array, std: Array) -> Array:
+        return jnp.concatenate([parameters[: self._size], mean, std, parameters[self._size :]])
+
+    def normalizing(self) -> Self:
+        return replace(self, normalizes=True)
+
+    def critic(self) -> "Critic":
+        return CriticNetwork(self.observation_size, self.network)
+
+    def unflatten(self, parameters: Array) -> Weights:
+        """Split the parameters into the pytree that the network takes and, if it normalizes, means and deviations."""
+        leaves, structure = jax.tree.flatten(self._shapes)
+        ends = accumulate((leaf.size for leaf in leaves), initial=0)
+        parts = [parameters[start:end] for start, end in pairwise(ends)]
+        shaped = (part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True))
+        tree = jax.tree.unflatten(structure, shaped)
+        if not self.normalizes:
+            return (tree,)
+        statistics = parameters[self._size :][: 2 * self.observation_size]
+        return tree, (statistics[: self.observation_size], statistics[self.observation_size :])
+
+    def outputs(self, weights: Weights, observations: Array) -> Array:
+        if self.normalizes:
+            mean, std = weights[1]
+            observations = (observations - mean) / std
+        return networks.outputs(self.network, weights[0], observations, self.num_outputs)
+
+
+@dataclass(frozen=True)
+class Critic(Model):
     """The value of an observation: the discounted return that the policy is expected to have from there on."""
 
     @property
@@ -117,7 +229,25 @@ class Critic(Network):
 
 
 @dataclass(frozen=True)
-class Policy(Network):
+class CriticMLP(Critic, MLP):
+    """A critic that is a multilayer perceptron."""
+
+
+@dataclass(frozen=True)
+class CriticNetwork(Critic, OwnNetwork):
+    """A critic that is a network of the user's own."""
+
+    def __post_init__(self) -> None:
+        if not self.network.has_any_size:
+            raise ValueError(
+                f"{self.network} cannot have one output, as a critic: let its init take num_outputs, or use an "
+                "algorithm without a critic, such as DecByzPG."
+            )
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Policy(Model):
     """A network whose outputs are the parameters of a distribution over actions."""
 
     @property
@@ -160,7 +290,7 @@ class Policy(Network):
 
 
 @dataclass(frozen=True)
-class CategoricalMLP(Policy):
+class Categorical(Policy):
     """Discrete actions: π(a|s) is the softmax of the outputs."""
 
     num_actions: int = 2
@@ -198,7 +328,7 @@ class CategoricalMLP(Policy):
 
 
 @dataclass(frozen=True)
-class GaussianMLP(Policy):
+class Gaussian(Policy):
     """Continuous actions: independent normals around the outputs, with log standard deviations that are part of θ.
 
     Attributes:
@@ -210,7 +340,7 @@ class GaussianMLP(Policy):
     initial_log_std: float = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
         check_finite(self, initial_log_std=self.initial_log_std)
 
     @property
@@ -258,20 +388,44 @@ class GaussianMLP(Policy):
         return outputs
 
 
-def policy_for(kind: str, observation_size: int, action_space: Space, **network: Any) -> Policy:
+@dataclass(frozen=True)
+class CategoricalMLP(Categorical, MLP):
+    """Discrete actions, and a multilayer perceptron."""
+
+
+@dataclass(frozen=True)
+class GaussianMLP(Gaussian, MLP):
+    """Continuous actions, and a multilayer perceptron."""
+
+
+@dataclass(frozen=True)
+class CategoricalNetwork(Categorical, OwnNetwork):
+    """Discrete actions, and a network of the user's own."""
+
+
+@dataclass(frozen=True)
+class GaussianNetwork(Gaussian, OwnNetwork):
+    """Continuous actions, and a network of the user's own."""
+
+
+def policy_for(kind: str | networks.Network, observation_size: int, action_space: Space, **options: Any) -> Policy:
     """Make the policy of a task.
 
     Args:
-        kind: "categorical", "gaussian", or "auto", which chooses by the action space.
+        kind: "categorical", "gaussian", or "auto", which chooses by the action space; or a network of your own.
         observation_size: The number of features of the task's observations.
         action_space: The task's action space.
-        **network: Options of `Policy`, such as `hidden`.
+        **options: Options of `MLP`, such as `hidden`.
     """
+    if isinstance(kind, networks.Network):
+        if isinstance(action_space, Discrete):
+            return CategoricalNetwork(observation_size, kind, num_actions=action_space.num_actions)
+        return GaussianNetwork(observation_size, kind, action_size=action_space.size)
     fitting = "categorical" if isinstance(action_space, Discrete) else "gaussian"
     if kind not in ("auto", "categorical", "gaussian"):
         raise ValueError(f"policy must be auto, categorical or gaussian; got {kind!r}.")
     if kind not in ("auto", fitting):
         raise ValueError(f"policy = {kind} does not fit {action_space}: use policy = {fitting} (or auto).")
     if isinstance(action_space, Discrete):
-        return CategoricalMLP(observation_size, num_actions=action_space.num_actions, **network)
-    return GaussianMLP(observation_size, action_size=action_space.size, **network)
+        return CategoricalMLP(observation_size, num_actions=action_space.num_actions, **options)
+    return GaussianMLP(observation_size, action_size=action_space.size, **options)

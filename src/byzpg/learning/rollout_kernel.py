@@ -16,7 +16,7 @@ from byzpg.envs import Environment
 from byzpg.envs.kernels import BLOCK, Apart
 from byzpg.envs.loops import any_true
 from byzpg.envs.spaces import Discrete
-from byzpg.learning.policies import ACTIVATIONS, Numbers, Policy, Weights
+from byzpg.learning.policies import ACTIVATIONS, MLP, Numbers, Policy, Weights
 from byzpg.robust.attacks import Attack
 from byzpg.robust.kernels import rows_needed
 
@@ -83,9 +83,11 @@ class Transitions:
 def fits_kernel(setup: Setup) -> bool:
     """Whether `play_in_kernel` can be used.
 
-    It cannot hold wide layers, nor environments with loops that were not written for kernels.
+    It cannot hold wide layers, networks of the user's own, nor environments with loops that were not written for
+    kernels.
     """
-    return _step_of_kernel(setup.env) is not None and max(setup.policy.hidden, default=0) <= LARGEST_HIDDEN
+    is_small = isinstance(setup.policy, MLP) and max(setup.policy.hidden, default=0) <= LARGEST_HIDDEN
+    return is_small and _step_of_kernel(setup.env) is not None
 
 
 def _step_of_kernel(env: Environment) -> Any:
@@ -329,6 +331,7 @@ def _per_agent(setup: Setup, blocks: _Blocks, agents: Agents) -> _PerAgent:
     def number(values: Array) -> Array:
         return jnp.broadcast_to(values.astype(jnp.float32)[:, None, None], (blocks.num_agents, 1, blocks.size))
 
+    assert isinstance(setup.policy, MLP)
     num_hidden = len(setup.policy.hidden)
     *layers, (last, last_bias) = agents.weights[: num_hidden + 1]
     hidden, extra = [], 0
@@ -350,6 +353,7 @@ def _per_agent(setup: Setup, blocks: _Blocks, agents: Agents) -> _PerAgent:
 
 def _outputs(policy: Policy, agent: _PerAgent, i: Array, observed: Numbers) -> Numbers:
     """The network's outputs, one array [episode] per number; `agent` holds references, read at place i = 0."""
+    assert isinstance(policy, MLP)
     biases = [bias[i, :] for bias in agent.last_bias]
     if not agent.hidden:
         outputs = tuple(

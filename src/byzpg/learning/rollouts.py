@@ -174,7 +174,7 @@ class _Rollout:
         """The first states of all episodes, and arrays of zeros to write into."""
         env, policy = self.setup.env, self.setup.policy
         shape, padded = (len(self.keys), self.num_episodes), self.clock.padded
-        outputs = jax.ShapeDtypeStruct((*shape, policy.num_outputs), self.agents.weights[0][0].dtype)
+        outputs = jax.ShapeDtypeStruct((*shape, policy.num_outputs), jax.tree.leaves(self.agents.weights)[0].dtype)
         action = jax.eval_shape(jax.vmap(policy.mode), self.agents.weights, outputs)
         blank = jnp.zeros((*shape, padded))
         episodes = Episodes(

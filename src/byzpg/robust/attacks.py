@@ -12,8 +12,9 @@ The examples start from `import jax`, `import jax.numpy as jnp` and `from byzpg.
 attacker sends to agent 0 while the three honest agents hold the vectors (1, 2), (2, 2) and (3, 5).
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
 from typing import ClassVar, Literal
 
@@ -21,16 +22,26 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from byzpg.robust.components import Component, check_choice, check_count, check_finite, check_positive
+from byzpg.robust.components import (
+    Component,
+    check_array,
+    check_choice,
+    check_count,
+    check_finite,
+    check_positive,
+    is_own,
+    trying,
+)
 from byzpg.robust.geometry import Cloud, dot, squared_distances, stored
 from byzpg.robust.least_diameter import least_diameter_subset
-from byzpg.robust.rules import Rule
+from byzpg.robust.rules import SAMPLE_DIMENSION, Rule
 
 __all__ = [
     "ALIE",
     "IPM",
     "Attack",
     "AvgZero",
+    "ByzantineSet",
     "Dissensus",
     "Equivocate",
     "FixedSet",
@@ -154,6 +165,30 @@ class Attack(Component):
     def changes_actions(self) -> bool:
         """Whether the attack changes the actions in an attacker's episodes."""
         return type(self).act is not Attack.act
+
+    def check(self, num_agents: int, num_attackers: int, num_byzantine: int, rule: Rule) -> None:
+        """Try an attack from outside byzpg on a sample of vectors.
+
+        Raises:
+            ValueError: If it cannot be compiled, fails, or gives messages of another shape than [r or 1, b, d].
+        """
+        if not is_own(type(self)) or not num_attackers:
+            return
+        vectors = jax.ShapeDtypeStruct((num_agents, SAMPLE_DIMENSION), jnp.float32)
+        receivers, byzantine = jnp.arange(2), jnp.arange(num_agents - num_attackers, num_agents)
+
+        def messages(phase: str, vectors: Array, key: Array) -> Array:
+            number = jnp.asarray(0)
+            knowledge = Knowledge(vectors, byzantine, number, key, rule=rule, num_byzantine=num_byzantine)
+            return self.messages(phase, knowledge, receivers)
+
+        shapes = [(number, num_attackers, SAMPLE_DIMENSION) for number in (1, len(receivers))]
+        for phase in ("gradients", "parameters"):
+            with trying(self, f"messages of {phase}"):
+                sent = jax.eval_shape(partial(messages, phase), vectors, jax.random.key(0))
+                check_array(self, f"messages of {phase} [receiver or 1, attacker, d]", sent, shapes)
+        with trying(self, "record"):
+            check_array(self, "recorded rewards", jax.eval_shape(self.record, jnp.ones(3), jax.random.key(0)), [(3,)])
 
     def act(self, action: Array, uniform: Array) -> Array:
         """Return the action to take.
@@ -826,7 +861,23 @@ class MDAFooling(MessageAttack):
 
 
 @dataclass(frozen=True)
-class FixedSet(Component):
+class ByzantineSet(Component, ABC):
+    """Which agents attack in which iteration. Subclasses implement the call."""
+
+    @abstractmethod
+    def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
+        """Return the indices, in ascending order, of the `num_attackers` agents that attack in this iteration.
+
+        Args:
+            num_agents: K, a Python int.
+            num_attackers: How many attack, a Python int.
+            iteration: The iteration of training.
+            key: Random key of the run; fold in the iteration for a draw of its own.
+        """
+
+
+@dataclass(frozen=True)
+class FixedSet(ByzantineSet):
     """The same agents attack in every iteration: the last ones, unless others are named.
 
     Args:
@@ -840,7 +891,6 @@ class FixedSet(Component):
     members: tuple[int, ...] | None = None
 
     def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
-        """Return the indices, in ascending order, of the `num_attackers` agents that attack in this iteration."""
         members = self.members
         if members is None:
             return jnp.arange(num_agents - num_attackers, num_agents)
@@ -852,7 +902,7 @@ class FixedSet(Component):
 
 
 @dataclass(frozen=True)
-class RotatingSet(Component):
+class RotatingSet(ByzantineSet):
     """Different agents attack over time: they are redrawn every `period` iterations.
 
     Args:
@@ -869,9 +919,5 @@ class RotatingSet(Component):
         check_count(self, period=self.period)
 
     def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
-        """Return the indices, in ascending order, of the `num_attackers` agents that attack in this iteration."""
         drawn = jax.random.permutation(jax.random.fold_in(key, iteration // self.period), num_agents)
         return jnp.sort(drawn[:num_attackers])
-
-
-ByzantineSet = FixedSet | RotatingSet

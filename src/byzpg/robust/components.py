@@ -1,6 +1,7 @@
 """What all components (rules, attacks, …) share: they print as they are written, and they check their options."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.errors import JAXIndexError, JAXTypeError
 from jax.extend.backend import get_backend
 
 Vectors = Array | np.ndarray
@@ -19,7 +21,7 @@ class Component:
     """The base of all components, which are frozen dataclasses.
 
     A component is hashable, so it can be static under jit. It prints as the expression that makes it, so a run can be
-    repeated from its text.
+    repeated from its text. A component from outside byzpg prints with its module, as module:Name(option=value).
     """
 
     # Options that a compiled program may take as data, so that it serves all their values: the component only computes
@@ -28,7 +30,7 @@ class Component:
     numbers: ClassVar[tuple[str, ...]] = ()
 
     def __str__(self) -> str:
-        """Return the shortest expression that makes this component, such as NNM(RFA()) or IPM(epsilon=0.1)."""
+        """Return the shortest expression that makes it: NNM(RFA()), IPM(epsilon=0.1), my_rules:MyRule(size=2)."""
         options = []
         for option in fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, option.name)
@@ -37,7 +39,24 @@ class Component:
                 options.append(text)
             elif value != option.default:
                 options.append(f"{option.name}={text}")
-        return f"{type(self).__name__}({', '.join(options)})"
+        return f"{address(type(self))}({', '.join(options)})"
+
+
+def is_own(component_class: type) -> bool:
+    """Whether a component's class is from outside byzpg."""
+    return component_class.__module__.partition(".")[0] != "byzpg"
+
+
+def address(component_class: type) -> str:
+    """How a component's class is named in text: module:Name, or the name alone if it is one of byzpg's.
+
+    A class that cannot be imported by its name, because it is in a function or in the program itself, has its name
+    alone too.
+    """
+    module, name = component_class.__module__, component_class.__qualname__
+    if not is_own(component_class) or module == "__main__" or "<locals>" in name:
+        return component_class.__name__
+    return f"{module}:{name}"
 
 
 C = TypeVar("C", bound="Component")
@@ -199,6 +218,34 @@ def _default_platform() -> str | None:
         return "cpu"
     is_cuda = "cuda" in get_backend().platform_version  # to JAX, ROCm is the backend "gpu" too
     return "cuda" if is_cuda and jax.config.jax_default_device is None else None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def trying(component: Component, what: str) -> Iterator[None]:
+    """Turn whatever a component of the user's own raises on a sample into one error that names it."""
+    try:
+        yield
+    except (JAXTypeError, JAXIndexError) as error:
+        raise ValueError(
+            f"{component}: {what} cannot be compiled by JAX, because it needs the value of an array before it is "
+            "known. Use jax.numpy in place of NumPy, jnp.where in place of if, and jnp.sum over a mask in place of "
+            f"rows[mask]. ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        ) from error
+    except ValueError as error:
+        if str(error).startswith(f"{component}: "):
+            raise ValueError(str(error)) from None  # without what JAX adds to errors that pass through it
+        raise ValueError(f"{component}: {what} failed on a sample (ValueError: {error})") from error
+    except Exception as error:
+        raise ValueError(f"{component}: {what} failed on a sample ({type(error).__name__}: {error})") from error
+
+
+def check_array(component: Component, what: str, result: object, shapes: Collection[tuple[int, ...]]) -> None:
+    """Raise ValueError unless `what` gave a JAX array of floats in one of these shapes."""
+    wanted = " or ".join(str(list(shape)) for shape in shapes)
+    if not isinstance(result, Array | jax.ShapeDtypeStruct):
+        raise ValueError(f"{component}: {what} must be a JAX array {wanted}, got {type(result).__name__}.")
+    if result.shape not in shapes or not jnp.issubdtype(result.dtype, jnp.floating):
+        raise ValueError(f"{component}: {what} must be floats {wanted} here, got {result.dtype} {list(result.shape)}.")
 
 
 def zeros_for(function: Callable[..., Result], *arguments: Any) -> Result:
