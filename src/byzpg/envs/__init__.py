@@ -4,11 +4,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
-from byzpg.envs import host
+from byzpg.envs import host, jax_tasks
 from byzpg.envs.acrobot import Acrobot
 from byzpg.envs.aliased_states import AliasedStates
 from byzpg.envs.cartpole import CartPole
 from byzpg.envs.host import HostTask
+from byzpg.envs.jax_tasks import JaxTask
 from byzpg.envs.lunar_lander import LunarLander, LunarLanderContinuous
 from byzpg.envs.pendulum import Pendulum
 from byzpg.envs.spaces import Box, Discrete, Space
@@ -24,6 +25,7 @@ __all__ = [
     "Enumerable",
     "Environment",
     "HostTask",
+    "JaxTask",
     "LunarLander",
     "LunarLanderContinuous",
     "Pendulum",
@@ -145,4 +147,6 @@ def make(name: str) -> Task:
     """
     if ":" not in name and name not in ENVIRONMENTS and host.in_gymnasium(name):
         raise ValueError(f"{name} is a task of Gymnasium: use the name gymnasium:{name}.")
+    if name.partition(":")[0] in jax_tasks.LIBRARIES:
+        return jax_tasks.describe(name)
     return built_in(name) or host.describe(name)

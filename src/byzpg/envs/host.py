@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from byzpg.envs.spaces import Box, Discrete, Space
+from byzpg.envs.spaces import Box, Discrete, Space, check_observations
 from byzpg.robust.components import Component, nearest
 
 EXTRAS = {"gymnasium": "Gymnasium", "envpool": "EnvPool"}
@@ -201,11 +201,12 @@ def _described(
 ) -> HostTask:
     """The task with these spaces of Gymnasium, if byzpg supports them."""
     spaces = _extra("gymnasium").spaces
-    if not isinstance(observations, spaces.Box) or len(observations.shape) != 1 or not observations.shape[0]:
+    if not isinstance(observations, spaces.Box):
         raise ValueError(
             f"{name} has observations {observations}, but byzpg only supports vectors: Box of shape (n,). A factory of "
             "your own can wrap the task in gymnasium.wrappers.FlattenObservation."
         )
+    check_observations(name, observations.shape)
     if isinstance(actions, spaces.Discrete):
         space = Discrete(int(actions.n))
     elif isinstance(actions, spaces.Box) and len(actions.shape) == 1 and np.issubdtype(actions.dtype, np.floating):

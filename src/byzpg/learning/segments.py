@@ -7,6 +7,7 @@ episode has the task's distribution, though two episodes of one segment may star
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -167,10 +168,10 @@ def _restarted(environments: Environments, where: Array, starts: Any, used: Arra
     number, num_environments = jax.tree.leaves(starts)[0].shape[1], where.shape[1]
     per_environment = number // num_environments
     places = (jnp.arange(num_environments) * per_environment + used) % number
-    fresh = jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, places, axis=1), starts)
+    fresh = jax.vmap(lambda of_agent, place: jax.tree.map(lambda leaf: leaf[place], of_agent))(starts, places)
     restarted = replace(
         environments,
-        state=jax.tree.map(lambda new, old: jnp.where(where, new, old), fresh, environments.state),
+        state=jax.tree.map(partial(where_agents, where), fresh, environments.state),
         elapsed=jnp.where(where, 0, environments.elapsed),
         gained=jnp.where(where, 0, environments.gained),
     )
