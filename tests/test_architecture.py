@@ -25,6 +25,7 @@ ORDER = [
     "_registry",
     "config",
     "runs",
+    "logs",
     "training",
     "play",
     "export",

@@ -1,6 +1,7 @@
 """What to train, as data: the only place with defaults. What a user leaves out comes from a preset."""
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
@@ -315,8 +316,9 @@ class Config:
     A component of your own is written module:Name(option=value), as in NNM(my_rules:MyRule(size=2)).
     """
 
-    env: str = "CartPole-v1"
-    """Task: one of `byzpg list`, gymnasium:ID, envpool:ID, or your own as module:factory."""
+    env: str | envs.JaxTask | Callable[..., Any] = "CartPole-v1"
+    """Task: one of `byzpg list`; in JAX also gymnax:ID, brax:NAME, mjx:NAME; on the host gymnasium:ID, envpool:ID; or
+    your own as module:Name, and in Python also as a class, a function that makes it, or a task in JAX."""
     algorithm: str = "DecByzPG"
     """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG, DecByzPG; with a critic PPO, Fed-PPO, ByzPPO, Dec-PPO,
     DecByzPPO; for comparison SVRPG, FedPG-BR, N-PG-IGT; or auto: the best one measured for the task, DecByzPPO or
@@ -415,6 +417,11 @@ class Config:
     output: Literal["last", "uniform"] | None = None
     """Which iterate is the result: the last, or one drawn uniformly as in the theory. Both are saved."""
 
+    def __post_init__(self) -> None:
+        # A run is what can be written down and read back.
+        if self.env is not None:
+            object.__setattr__(self, "env", envs.name_of(self.env))
+
     def resolved(self) -> "Settings":
         """Fill in everything that was left out, and check it. A task on the host is built for that.
 
@@ -478,7 +485,7 @@ class Config:
         critic_only, page_only = (
             any(self._sets(option, neutral) for option, neutral in options.items()) for options in (ONLY_PPO, ONLY_PAGE)
         )
-        is_tuned = self.env.rpartition(":")[2] in TUNED_WITH_CRITIC
+        is_tuned = envs.name_of(self.env).rpartition(":")[2] in TUNED_WITH_CRITIC
         return "DecByzPPO" if critic_only or (is_tuned and self.preset == "tuned" and not page_only) else "DecByzPG"
 
     def _sets(self, option: str, neutral: Any) -> bool:
@@ -726,7 +733,7 @@ class Settings:
     @property
     def task_in_names(self) -> str:
         """The task, as a part of a file's name."""
-        return self.env.replace(":", "-").replace("/", "-")
+        return re.sub(r"[^\w.+-]+", "-", self.env).strip("-")
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -1,16 +1,24 @@
-"""A trained policy in the real environment: Gymnasium's, where the task was trained in JAX."""
+"""A trained policy in the real environment: Gymnasium's, where it has the task that was trained in JAX."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from byzpg import envs
 from byzpg.config import Settings
-from byzpg.envs import host
+from byzpg.envs import HostTask, host
 from byzpg.runs import TrainedPolicy
 
 AT_ONCE = 100  # episodes that are played side by side
+MISSING = "playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'."
 
 
 def evaluate(
@@ -29,13 +37,8 @@ def evaluate(
     Returns:
         The returns [episode], and the frames, if the task can be drawn.
     """
-    missing = "playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'."
-    try:
-        import gymnasium  # an extra, and slow to import
-    except ImportError:
-        raise ValueError(missing) from None
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames stay in memory; without this, SDL looks for a screen
-    task = host.describe(f"gymnasium:{settings.env}" if settings.env in envs.ENVIRONMENTS else settings.env)
+    task = _task(settings.env)
     returns, frames = np.zeros(num_episodes), []
     try:
         for first in range(0, num_episodes, AT_ONCE):
@@ -54,6 +57,74 @@ def evaluate(
                     live = live[~(outcome.terminated | outcome.truncated)]
                     if not len(live):
                         break
-    except gymnasium.error.DependencyNotInstalled:
-        raise ValueError(missing) from None
+    except Exception as error:
+        if type(error).__name__ != "DependencyNotInstalled":  # of Gymnasium, which is an extra
+            raise
+        raise ValueError(MISSING) from None
     return returns, frames
+
+
+def _task(name: str) -> "HostTask | _InJax":
+    """The task to play."""
+    task = envs.make(name)
+    if isinstance(task, HostTask):
+        return task
+    if name not in envs.ENVIRONMENTS:
+        return _InJax(task)
+    if find_spec("gymnasium") is None:
+        raise ValueError(MISSING)
+    return host.describe(f"gymnasium:{name}") if host.in_gymnasium(name) else _InJax(task)
+
+
+@dataclass(frozen=True)
+class _InJax:
+    """A task in JAX that Gymnasium does not have."""
+
+    env: envs.Environment
+
+    @property
+    def horizon(self) -> int:
+        return self.env.horizon
+
+    @contextmanager
+    def stage(self, num_episodes: int, drawn: bool) -> "Iterator[_JaxStage]":
+        yield _JaxStage(self.env)
+
+
+class _JaxStage:
+    """Episodes of a task in JAX; each depends only on its seed and its actions."""
+
+    def __init__(self, env: envs.Environment) -> None:
+        self.env = env
+
+    def reset(self, seeds: np.ndarray) -> np.ndarray:
+        self.keys, self.state, observations = _begun(self.env, np.asarray(seeds, np.uint32))
+        self.time = 0
+        return np.array(observations)
+
+    def step(self, episodes: np.ndarray, actions: np.ndarray) -> host.Outcome:
+        # All episodes take the step, so that it is compiled once.
+        every = np.zeros((len(self.keys), *actions.shape[1:]), actions.dtype)
+        every[episodes] = actions
+        self.state, *outcome = _stepped(self.env, self.state, every, self.keys, self.time)
+        self.time += 1
+        observations, rewards, terminated = (np.asarray(each)[episodes] for each in outcome)
+        return host.Outcome(observations, rewards, terminated, np.zeros_like(terminated))
+
+    def picture(self) -> None:
+        return None
+
+
+@partial(jax.jit, static_argnums=0)
+def _begun(env: envs.Environment, seeds: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+    keys = jax.vmap(jax.random.key)(seeds)
+    state = jax.vmap(env.reset)(keys)
+    return keys, state, jnp.stack(env.observe(state), axis=-1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _stepped(env: envs.Environment, state: Any, actions: jax.Array, keys: jax.Array, time: int) -> tuple[Any, ...]:
+    draws = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, time), (env.noise_size,)))(keys)
+    noise = tuple(draws[:, i] for i in range(env.noise_size))
+    state, rewards, terminated = env.step(state, env.action_space.numbers(actions), noise)
+    return state, jnp.stack(env.observe(state), axis=-1), rewards, terminated

@@ -23,7 +23,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
 import jax
@@ -35,6 +35,9 @@ from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
 from byzpg.federation.schedule import Plan
 from byzpg.learning.policies import Policy
+
+if TYPE_CHECKING:  # an extra
+    import pandas
 
 # The metrics that older checkpoints lack, and what they were in all their iterations; see also `config.FORMERLY`.
 FORMERLY = {"gradient_squared": np.nan, "episodes": np.nan}  # the one was never known, the other not recorded
@@ -162,6 +165,28 @@ class Run:
         """The seeds whose parameters are no longer finite numbers."""
         finite = np.all(np.isfinite(self.parameters["last"]), axis=(1, 2))
         return [self.settings.seed + int(index) for index in np.flatnonzero(~finite)]
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """A table with one row per seed and iteration that is done, as a pandas DataFrame.
+
+        The columns are seed, iteration (from 0), trajectories or steps, large, and all metrics, as in a log of the run.
+
+        Raises:
+            ValueError: If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ValueError("to_dataframe needs pandas: pip install 'byzpg[pandas]'.") from None
+        seed, iteration = np.nonzero(np.arange(self.progress.shape[1]) < self.num_iterations[:, None])
+        columns: dict[str, np.ndarray] = {
+            "seed": self.settings.seed + seed,
+            "iteration": iteration,
+            self.settings.unit: self.progress[seed, iteration],
+            "large": self.large[seed, iteration],
+        }
+        columns |= {name: np.asarray(values, float)[seed, iteration] for name, values in self.metrics.items()}
+        return pandas.DataFrame(columns)
 
     def policy(self, seed: int = 0, agent: int = 0, output: str | None = None) -> TrainedPolicy:
         """The trained policy of one agent.

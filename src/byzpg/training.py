@@ -7,7 +7,7 @@ Runs that differ only in their agents' number, rules and attacks share one progr
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from math import inf
@@ -23,6 +23,7 @@ from byzpg.federation import devices
 from byzpg.federation.metrics import METRICS
 from byzpg.federation.schedule import Timetable
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState, States
+from byzpg.logs import Log, OnIteration, Report, check_logs, open_log, reports
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
 # Iterations between two looks at the clock: few enough for Ctrl-C, enough to hide the way to the host and back.
@@ -57,13 +58,24 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
-def train(config: Config, directory: str | Path | None = None, on_progress: OnProgress | None = None) -> Run:
+def train(
+    config: Config,
+    directory: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    *,
+    on_iteration: OnIteration | None = None,
+    log: Sequence[str] = (),
+) -> Run:
     """Train a federation.
 
     Args:
         config: What to train.
         directory: Where to keep the run, so that it can be resumed; without it, the run exists in memory alone.
         on_progress: Called after every block of iterations. What it raises stops training, after a checkpoint.
+        on_iteration: Called for every iteration, in order, with all metrics of all seeds (`byzpg.logs.Report`).
+            Iterations run in blocks, and the calls for a block come after it. What it raises stops training, after a
+            checkpoint of the whole block.
+        log: The logs to write into the directory: jsonl, tensorboard, wandb.
 
     Returns:
         The run, with metrics and trained policies.
@@ -77,23 +89,40 @@ def train(config: Config, directory: str | Path | None = None, on_progress: OnPr
     True
     """
     settings = config.resolved()
+    if log and directory is None:
+        raise ValueError(f"log = {log!r} needs a directory: logs lie in the directory of the run.")
+    check_logs(log)
     kept = None if directory is None else RunDirectory.create(Path(directory), settings)
-    return _Program([_Pending(settings, kept, None)]).run(on_progress)[0]
+    with _logging([_Pending(settings, kept, None)], log) as pending:
+        return _Program(pending).run(on_progress, on_iteration)[0]
 
 
-def resume(directory: str | Path, on_progress: OnProgress | None = None) -> Run:
+def resume(
+    directory: str | Path,
+    on_progress: OnProgress | None = None,
+    *,
+    on_iteration: OnIteration | None = None,
+    log: Sequence[str] = (),
+) -> Run:
     """Continue a run from its last checkpoint; a complete run is only loaded.
 
     On the same machine, with the same number of JAX devices, the result is bit-identical to an uninterrupted run. There
     is one exception: agents with a critic begin new episodes on a host task, whose environments cannot be saved.
+
+    Args:
+        directory: The directory of the run.
+        on_progress: As for `train`.
+        on_iteration: As for `train`, for the iterations after the checkpoint; `load` has those before it.
+        log: As for `train`. Iterations that a log lacks are written first, and none is written twice.
     """
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
         return kept.read_results()
-    return _Program([_Pending(kept.settings(), kept, kept.read_checkpoint())]).run(on_progress)[0]
+    with _logging([_Pending(kept.settings(), kept, kept.read_checkpoint())], log) as pending:
+        return _Program(pending).run(on_progress, on_iteration)[0]
 
 
-def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = None) -> None:
+def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = None, log: Sequence[str] = ()) -> None:
     """Continue many runs, as many as possible in one program; complete ones are left alone.
 
     The result of a run is the same as alone up to rounding, which depends on the runs it shares a program with.
@@ -115,7 +144,8 @@ def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = Non
             label = f"program {number} of {len(parts)} ({len(part)} runs), " if len(parts) > 1 else ""
             on_progress(replace(progress, done=done, label=label, seconds=time.monotonic() - started))
 
-        _Program(part).run(None if on_progress is None else of_all)
+        with _logging(part, log) as logged:
+            _Program(logged).run(None if on_progress is None else of_all)
         before += work
 
 
@@ -207,6 +237,7 @@ class _Pending:
     settings: Settings
     kept: RunDirectory | None
     checkpoint: Checkpoint | None
+    logs: tuple[Log, ...] = ()
 
     @property
     def begin(self) -> int:
@@ -233,6 +264,19 @@ class _Pending:
         settings = self.settings
         steps = settings.length * (settings.ppo.epochs if settings.has_critic else settings.horizon)
         return settings.num_seeds * settings.num_agents * steps * settings.bound_policy().dimension ** 0.5
+
+
+@contextmanager
+def _logging(pending: Sequence[_Pending], names: Sequence[str]) -> Iterator[list[_Pending]]:
+    """The runs with logs of these names, which are open meanwhile."""
+    with ExitStack() as opened:
+
+        def with_logs(each: _Pending) -> _Pending:
+            assert each.kept is not None
+            logs = [open_log(name, each.kept.path, each.settings) for name in dict.fromkeys(names)]
+            return replace(each, logs=tuple(opened.enter_context(closing(log)) for log in logs))
+
+        yield [with_logs(each) for each in pending] if names else list(pending)
 
 
 def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
@@ -272,8 +316,13 @@ class _Program:
         self.next_save = self.started + CHECKPOINT_SECONDS
         self.pace = inf  # seconds per iteration of the last block; nothing is known of the first one
 
-    def run(self, on_progress: OnProgress | None) -> list[Run]:
-        """Train to the end; what `on_progress` raises stops all processes, and is raised again once all is saved."""
+    def run(self, on_progress: OnProgress | None, on_iteration: OnIteration | None = None) -> list[Run]:
+        """Train to the end; what a callback or a log raises stops all processes, and is raised once all is saved.
+
+        Args:
+            on_progress: Called after every block.
+            on_iteration: Called for every iteration of the first run, after its block.
+        """
         stopped, decision = None, GO_ON
         if devices.leads():
             _lead(self.pending)
@@ -281,17 +330,37 @@ class _Program:
             while self.done < self.timetable.num_entries and decision != STOP:
                 self._run_block()
                 try:
-                    if on_progress is not None:
+                    if stopped is None and on_iteration is not None:
+                        for report in self._latest_reports():
+                            on_iteration(report)
+                    if stopped is None and on_progress is not None:
                         on_progress(self._progress())
                 except BaseException as error:  # Ctrl-C among others
                     stopped = error
                 decision = devices.broadcast_number(self._decide(stopped))
                 if decision != GO_ON:
                     self._save()
+                    try:
+                        self._log()
+                    except BaseException as error:
+                        stopped = error if stopped is None else stopped
             states = self.simulation.fetched(self.states)
         if stopped is not None:
             raise stopped
         return [] if decision == STOP else self._finish(states)
+
+    def _latest_reports(self) -> Iterator[Report]:
+        latest = self.blocks[0][-1]
+        first = self.done - latest["return_mean"].shape[1]
+        return reports(self.pending[0].settings, self.timetable, latest, first)
+
+    def _log(self) -> None:
+        """Bring all logs up to the checkpoint."""
+        for each, blocks in zip(self.pending, self.blocks, strict=True):
+            for log in each.logs:
+                first, metrics = log.written, _joined(blocks)
+                missing = {name: values[:, first:] for name, values in metrics.items()}
+                log.extend(list(reports(each.settings, self.timetable, missing, first)))
 
     def _run_block(self) -> None:
         began = time.monotonic()

@@ -1,7 +1,7 @@
 """byzpg resume."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from byzpg.cli.hardware import HardwareOptions, follows_another_process, trainin
 from byzpg.cli.labels import curves, federation, method
 from byzpg.config import Settings
 from byzpg.federation.devices import Hardware
+from byzpg.logs import LogName
 from byzpg.runs import Run, RunDirectory
 
 COMPARISON = "plain-averaging"  # the folder, in a run's directory, of the run it is compared with
@@ -30,14 +31,16 @@ class Resume:
 
     directory: tyro.conf.Positional[Path]
     """Directory of the run."""
+    log: tuple[LogName, ...] = ()
+    """Logs to write as well, or to continue: see `byzpg train --help`. What a log lacks is written first."""
     hardware: HardwareOptions = field(default_factory=Hardware)
 
     def run(self) -> None:
         if not follows_another_process(self.hardware):
-            finish(self.directory)
+            finish(self.directory, self.log)
 
 
-def finish(path: Path) -> None:
+def finish(path: Path, log: Sequence[LogName] = ()) -> None:
     """Train a run, and the run it is compared with, to the end; then show how they went."""
     from byzpg import training
 
@@ -46,7 +49,7 @@ def finish(path: Path) -> None:
     planned = {directory: RunDirectory.open(directory).settings() for directory in directories}
     with training_progress(shlex.join(["byzpg", "resume", str(path)])) as on_progress:
         _announce(planned)
-        training.resume_all(directories, on_progress)
+        training.resume_all(directories, on_progress, log)
     _conclude({directory: training.load(directory) for directory in directories})
 
 

@@ -12,6 +12,7 @@ from byzpg.cli.hardware import HardwareOptions, follows_another_process
 from byzpg.cli.resume import COMPARISON, finish
 from byzpg.config import AUTO, Config, Settings
 from byzpg.federation.devices import Hardware
+from byzpg.logs import LogName, check_logs
 from byzpg.runs import RunDirectory
 
 # The algorithm that averages plainly, for each that aggregates robustly.
@@ -40,11 +41,15 @@ class Train:
     """Directory for the run, which must be new or empty. Default: runs/TASK-ALGORITHM-ATTACK-1, or the next number."""
     compare: bool = True
     """Also train plain averaging under the same attack."""
+    log: tuple[LogName, ...] = ()
+    """Logs of all metrics to write into the directory: jsonl (log.jsonl), tensorboard, wandb (Weights & Biases).
+    Default: none. Example: --log jsonl tensorboard"""
     hardware: HardwareOptions = field(default_factory=Hardware)
 
     def run(self) -> None:
         if follows_another_process(self.hardware):
             return
+        check_logs(self.log)
         settings = self.options.resolved()
         if self.options.algorithm == AUTO:
             say(f"Algorithm: {settings.algorithm}, the best one measured for these options. --algorithm sets another.")
@@ -55,7 +60,7 @@ class Train:
         # Both runs are created before either starts, so that `byzpg resume` can finish both, whatever stops them.
         for path, each in planned.items():
             RunDirectory.create(path, each)
-        finish(directory)
+        finish(directory, self.log)
 
 
 def free_directory(settings: Settings) -> Path:

@@ -1,7 +1,7 @@
 """Tasks outside JAX, stepped on the host: any task of Gymnasium or EnvPool, and tasks that users write.
 
 The name of a task says where it comes from: `gymnasium:ID`, `envpool:ID`, or `module:factory`, where the factory is a
-function without arguments that returns a `gymnasium.Env`. Gymnasium and EnvPool are optional and imported on first use.
+function or a class whose call returns a `gymnasium.Env`. Gymnasium and EnvPool are optional and imported on first use.
 """
 
 import atexit
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 
 from byzpg import _parts
+from byzpg.envs.jax_tasks import LIBRARIES
 from byzpg.envs.spaces import Box, Discrete, Space, check_observations
 from byzpg.robust.components import Component, nearest
 
@@ -135,11 +136,14 @@ atexit.register(lambda: [_close(environments) for environments in _idle.values()
 
 
 @cache
-def describe(name: str) -> HostTask:
-    """Look up a task on the host.
+def describe(name: str) -> Any:
+    """Look up a task.
 
     Args:
-        name: `gymnasium:ID`, `envpool:ID` or `module:factory`.
+        name: `gymnasium:ID`, `envpool:ID`, `module:factory` or `module:factory(option=value)`.
+
+    Returns:
+        The task on the host or, if the factory makes no `gymnasium.Env`, whatever it makes.
 
     Raises:
         ValueError: There is no such task, or it does not work with byzpg.
@@ -147,11 +151,19 @@ def describe(name: str) -> HostTask:
     kind, _, rest = name.partition(":")
     if kind == "envpool":
         return _pool_description(name, rest)
-    environment = _environment(name)
+    made = _environment(name) if kind == "gymnasium" else _from_factory(name)
+    if not is_environment(made):
+        return made
     try:
-        return _description(name, environment)
+        return _description(name, made)
     finally:
-        environment.close()
+        made.close()
+
+
+def is_environment(made: object) -> bool:
+    """Whether something is an environment of Gymnasium, which may not even be installed."""
+    gymnasium = sys.modules.get("gymnasium")
+    return gymnasium is not None and isinstance(made, gymnasium.Env)
 
 
 def available() -> dict[str, str]:
@@ -163,17 +175,19 @@ def available() -> dict[str, str]:
     return {
         "gymnasium:ID": f"Any task of Gymnasium whose observations are vectors{missing('gymnasium')}",
         "envpool:ID": f"Any task of EnvPool whose observations are vectors{missing('envpool')}",
-        "module:factory": "Your own task: a function without arguments that returns a gymnasium.Env",
+        "gymnax:ID": f"Any task of gymnax whose observations are vectors, in JAX{missing('gymnax')}",
+        "brax:NAME, mjx:NAME": f"Any task of Brax, in JAX, with its own physics or MJX's{missing('brax')}",
+        "module:Name": "Your own task: a class or function that makes a gymnasium.Env or a byzpg.envs.JaxTask",
     }
 
 
 def imported_module(name: str) -> str | None:
-    """The module that is imported to make a task, unless it is Gymnasium's or EnvPool's own.
+    """The module that is imported to make a task, unless it is a library's own.
 
     Gymnasium imports the module of `gymnasium:module:ID`, too.
     """
     module, colon, _ = name.removeprefix("gymnasium:").partition(":")
-    return module if colon and module != "envpool" else None
+    return module if colon and module not in ("envpool", *LIBRARIES) else None
 
 
 def in_gymnasium(name: str) -> bool:
@@ -254,12 +268,10 @@ def _check_alike(task: HostTask, environment: Any) -> None:
 def _environment(name: str, drawn: bool = False) -> Any:
     """Make an environment; with `drawn`, one that renders images, if the task supports it."""
     kind, _, rest = name.partition(":")
-    gymnasium = _extra("gymnasium")
-    if (module := imported_module(name)) is not None:
-        kinds = " names of tasks are gymnasium:ID, envpool:ID or module:factory."
-        _parts.load(module, f"the task {name!r}", kinds + nearest(module, EXTRAS))
     if kind != "gymnasium":
-        return _from_factory(name, gymnasium)
+        return _from_factory(name)
+    gymnasium = _extra("gymnasium")
+    _load_module(name)
     make = partial(gymnasium.make, rest, disable_env_checker=True)
     try:
         environment = make()
@@ -273,19 +285,24 @@ def _environment(name: str, drawn: bool = False) -> Any:
         _raise(f"{name} cannot be made", error)
 
 
-def _from_factory(name: str, gymnasium: ModuleType) -> Any:
-    module_name, _, factory_name = name.partition(":")
-    module = sys.modules[module_name]
-    factory = getattr(module, factory_name, None)
+def _load_module(name: str) -> None:
+    """Import the module that a task needs, if it needs one."""
+    if (module := imported_module(name)) is not None:
+        kinds = " names of tasks are gymnasium:ID, envpool:ID, gymnax:ID, brax:NAME, mjx:NAME or module:Name."
+        _parts.load(module, f"the task {name!r}", kinds + nearest(module, (*EXTRAS, *LIBRARIES)))
+
+
+def _from_factory(name: str) -> Any:
+    """What `module:factory(option=value)` makes."""
+    _load_module(name)
+    call = _parts.read_call(name)
+    factory = _parts.find(call.address, name)
     if not callable(factory):
-        raise ValueError(f"{name}: {module_name} has no function {factory_name!r}.{nearest(factory_name, dir(module))}")
+        raise ValueError(f"{name} must be a class or a function that makes an environment, got {factory!r}.")
     try:
-        environment = factory()
+        return factory(**call.options)
     except Exception as error:
         _raise(f"{name}: the factory failed", error)
-    if not isinstance(environment, gymnasium.Env):
-        raise ValueError(f"{name}: the factory must return a gymnasium.Env, got {type(environment).__name__}.")
-    return environment
 
 
 def _raise(problem: str, error: Exception) -> NoReturn:

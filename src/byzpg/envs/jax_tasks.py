@@ -6,8 +6,9 @@ They run inside the compiled program, as the built-in tasks do. gymnax and Brax 
 
 import warnings
 from abc import abstractmethod
-from contextlib import redirect_stdout
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from io import StringIO
@@ -19,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from byzpg.envs.spaces import Box, Discrete, Space, check_observations
-from byzpg.robust.components import Component, nearest
+from byzpg.robust.components import Component, address, nearest
 
 # Libraries by the first part of a task's name: the module, what it is called, and the extra that installs it.
 LIBRARIES = {
@@ -61,7 +62,7 @@ class JaxTask(Component):
 
     @property
     def name(self) -> str:
-        return str(self).removesuffix("()")
+        return text_of(self)
 
     @abstractmethod
     def begin(self, key: Array) -> tuple[Any, Array]:
@@ -112,12 +113,13 @@ class JaxTask(Component):
             ValueError: If not; the message names the task and what is wrong.
         """
         if not is_dataclass(self):
-            raise ValueError(f"{type(self).__name__} must be a frozen dataclass: write @dataclass(frozen=True) above it.")
+            raise ValueError(f"{type(self).__name__} must be a dataclass: write @dataclass(frozen=True) above it.")
         name = self.name
         for option, kind in {"observation_size": int, "action_space": Space, "horizon": int}.items():
             if not isinstance(getattr(self, option, None), kind):
                 raise ValueError(f"{name}: {option} must be set, as byzpg.envs.JaxTask says.")
-        action = jnp.zeros((), jnp.int32) if isinstance(self.action_space, Discrete) else jnp.zeros(self.action_space.size)
+        space = self.action_space
+        action = jnp.zeros((), jnp.int32) if isinstance(space, Discrete) else jnp.zeros(space.size)
         first, seen = self._traced("begin", jax.random.key(0))
         check_observations(name, seen.shape)
         if seen.shape != (self.observation_size,):
@@ -128,8 +130,8 @@ class JaxTask(Component):
         for leaf in jax.tree.leaves(first):
             if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
                 raise ValueError(
-                    f"{name}: a state must consist of arrays of numbers, got {leaf.dtype}: use the key that each step is "
-                    "given instead of one in the state."
+                    f"{name}: a state must consist of arrays of numbers, got {leaf.dtype}: use the key that each step "
+                    "is given instead of one in the state."
                 )
         after, *others = self._traced("advance", first, action, jax.random.key(0))
         shapes = [each.shape for each in others]
@@ -149,6 +151,16 @@ class JaxTask(Component):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ValueError(f"{self.name}: {function} cannot be traced by JAX ({reason})") from error
+
+
+def text_of(task: Component) -> str:
+    """The text module:Name(option=value) that makes a task, with the options that are not at their defaults."""
+    options = [
+        f"{option.name}={value!r}"
+        for option in fields(task)  # pyright: ignore[reportArgumentType]
+        if (value := getattr(task, option.name)) != option.default
+    ]
+    return address(type(task)) + (f"({', '.join(options)})" if options else "")
 
 
 def _strict(leaf: Any) -> Array:
@@ -175,15 +187,21 @@ def describe(name: str) -> JaxTask:
     return (_gymnax_task(name) if name.startswith("gymnax:") else _brax_task(name)).checked()
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore that Brax is no longer developed further, and what MJX prints about packages that it can do without."""
+    with warnings.catch_warnings(), redirect_stdout(StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
 @cache
 def _environment(name: str) -> Any:
     """The environment of a library, made once."""
     kind, _, task = name.partition(":")
     module, title, extra = LIBRARIES[kind]
     try:
-        with warnings.catch_warnings(), redirect_stdout(StringIO()):
-            # Brax uses a package that is no longer maintained, and MJX prints that it has no kernels of Warp.
-            warnings.simplefilter("ignore")
+        with _quiet():
             library = import_module(module)
     except ImportError as error:
         raise ValueError(f"this task needs {title}: pip install 'byzpg[{extra}]' ({error}).") from None
@@ -193,13 +211,14 @@ def _environment(name: str) -> Any:
     try:
         if kind == "gymnax":
             return library.make(task)[0]
-        return library.get_environment(task, **({"backend": "mjx"} if kind == "mjx" else {}))
+        with _quiet():
+            return library.get_environment(task, **({"backend": "mjx"} if kind == "mjx" else {}))
     except Exception as error:
         raise ValueError(f"{name} cannot be made ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)
-class _LibraryTask(JaxTask):
+class LibraryTask(JaxTask):
     """A task of a library; what it is like is computed before any program is traced."""
 
     address: str
@@ -212,7 +231,7 @@ class _LibraryTask(JaxTask):
         return self.address
 
 
-class _Gymnax(_LibraryTask):
+class _Gymnax(LibraryTask):
     """A task of gymnax, with its default parameters."""
 
     def begin(self, key: Array) -> tuple[Any, Array]:
@@ -238,31 +257,37 @@ def _gymnax_task(name: str) -> _Gymnax:
     else:
         if len(actions.shape) > 1:
             raise ValueError(f"{name} has actions of shape {actions.shape}, but byzpg only supports vectors.")
-        limits = (np.broadcast_to(np.asarray(each, float), actions.shape or (1,)) for each in (actions.low, actions.high))
-        low, high = (tuple(each.tolist()) for each in limits)
-        space = Box(len(low), low, high)
+        size = actions.shape[0] if actions.shape else 1
+        low, high = (np.broadcast_to(np.asarray(each, float), size) for each in (actions.low, actions.high))
+        space = Box(size, tuple(low.tolist()), tuple(high.tolist()))
     shape = env.observation_space(env.default_params).shape
     check_observations(name, shape)
     return _Gymnax(name, shape[0], space, int(env.default_params.max_steps_in_episode))
 
 
-class _Brax(_LibraryTask):
+class _Brax(LibraryTask):
     """A task of Brax, with its own physics or MJX's."""
 
     def begin(self, key: Array) -> tuple[Any, Array]:
-        state = _environment(self.address).reset(jax.random.key_data(key))
+        with _quiet():
+            state = _environment(self.address).reset(jax.random.key_data(key))
         return state, state.obs
 
     def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
         # Brax's wrappers would reset episodes and cut them off; without them, `done` is termination.
-        state = _environment(self.address).step(state, action)
+        with _quiet():
+            state = _environment(self.address).step(state, action)
         return state, state.obs, state.reward, state.done > 0
 
 
 def _brax_task(name: str) -> _Brax:
     env = _environment(name)
-    if not isinstance(env.observation_size, int):
-        raise ValueError(f"{name} has observations {env.observation_size}, but byzpg only supports vectors.")
+    # Not env.observation_size, which plays a reset operation by operation and takes a minute.
+    with _quiet():
+        seen = jax.eval_shape(env.reset, jax.random.key_data(jax.random.key(0))).obs
+    if not hasattr(seen, "shape"):
+        raise ValueError(f"{name} has several kinds of observations, {', '.join(seen)}; byzpg only supports vectors.")
+    check_observations(name, seen.shape)
     # Brax scales actions in [−1, 1] to the range of each actuator.
     space = Box(env.action_size, env.action_size * (-1.0,), env.action_size * (1.0,))
-    return _Brax(name, env.observation_size, space, BRAX_HORIZON)
+    return _Brax(name, seen.shape[0], space, BRAX_HORIZON)

@@ -72,8 +72,8 @@ def check_observations(name: str, shape: tuple[int, ...]) -> None:
     """Raise a ValueError if the observations of a task are not vectors, such as images."""
     if len(shape) > 1:
         raise ValueError(
-            f"{name} has images or tables of shape {shape} as observations, but byzpg only supports vectors: train on a "
-            "task with vectors, or write one of your own that turns these observations into features."
+            f"{name} has observations of shape {shape}, such as pixels, but byzpg only supports vectors: use a task "
+            "with vectors, or one of your own that turns these observations into features."
         )
     if not shape or not shape[0]:
         raise ValueError(f"{name} has observations of shape {shape}, but byzpg only supports vectors of features.")
