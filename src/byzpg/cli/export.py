@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from byzpg.cli.console import say
+from byzpg.cli.labels import method, short
+
+if TYPE_CHECKING:
+    from byzpg.runs import Run
 
 USE = {
     "onnx": "onnxruntime.InferenceSession({path!r}).run(['action'], {{'observation': observations}})",
@@ -17,38 +21,83 @@ USE = {
 
 @dataclass(frozen=True)
 class Export:
-    """Write a trained policy to a file that other programs act with, without JAX.
+    """Write a trained policy, or the scores of runs, to a file for other programs.
 
-    The file holds the weights and describes the network, the task and its actions.
+    A policy's file holds the weights and describes the network, the task and its actions, so that programs act with it
+    without JAX. With --format rliable, the scores of many runs are written as JSON in the form that rliable takes: for
+    each algorithm, a row per seed and a column per task, with the mean return of the last tenth of the run.
 
     Example: byzpg export runs/CartPole-v1-DecByzPPO-AvgZero-1 --format onnx
+
+    Example: byzpg export runs/* --format rliable
     """
 
-    directory: tyro.conf.Positional[Path]
-    """Directory of the run, which must be complete."""
-    format: Literal["onnx", "safetensors", "numpy"]
+    directories: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="DIRECTORY ...")]
+    """Directory of the run, which must be complete; for rliable of several runs, or of folders with runs."""
+    format: Literal["onnx", "safetensors", "numpy", "rliable"]
     """Format of the file. ONNX and safetensors need `pip install 'byzpg[export]'`."""
     index: int = 0
     """Index of the training seed whose policy is written, from 0."""
     agent: int = 0
     """Agent whose parameters are used, from 0."""
     output: Path | None = None
-    """File to write. Default: policy.onnx, policy.safetensors or policy.npz in the directory of the run."""
+    """File to write. Default: policy.onnx, policy.safetensors or policy.npz in the directory of the run; scores.json here
+    for rliable."""
 
     def run(self) -> None:
-        from byzpg import export
-        from byzpg.runs import RunDirectory
+        if self.format == "rliable":
+            self._write_scores()
+        else:
+            self._write_policy()
 
-        suffix = export.FORMATS[self.format].suffix
-        output = self.directory / f"policy{suffix}" if self.output is None else self.output
-        if output.suffix != suffix:
-            raise ValueError(f"--output must end in {suffix} with --format {self.format}, got {output}.")
-        kept = RunDirectory.open(self.directory)
-        if not kept.complete:
-            raise ValueError(f"{self.directory} is not complete: finish it with `byzpg resume {self.directory}`.")
-        run = kept.read_results()
+    def _output(self, default: Path) -> Path:
+        if self.output is not None and self.output.suffix != default.suffix:
+            raise ValueError(f"--output must end in {default.suffix} with --format {self.format}, got {self.output}.")
+        return default if self.output is None else self.output
+
+    def _write_scores(self) -> None:
+        from byzpg.experiments.results import Result
+        from byzpg.experiments.summaries import scores_by_algorithm, write_scores
+
+        output = self._output(Path("scores.json"))
+        runs = {path: _complete_run(path) for given in self.directories for path in _runs_in(given)}
+        named = [(method(run.settings), run.settings.env) for run in runs.values()]
+        attacked = len(set(named)) < len(named)  # the same algorithm more than once: under several attacks?
+        labels = [
+            f"{label}, {short(run.settings.attack)}" if attacked and run.settings.num_attackers else label
+            for (label, _), run in zip(named, runs.values(), strict=True)
+        ]
+        results = {str(path): Result.of(run) for path, run in runs.items()}
+        scores, tasks = scores_by_algorithm(results, labels)
+        write_scores(scores, output)
+        shape = next(iter(scores.values())).shape
+        say(f"{output}: {', '.join(scores)}; each {shape[0]} runs × {shape[1]} tasks ({', '.join(tasks)})")
+        say(f"Use it:  {{name: numpy.array(rows, float) for name, rows in json.load(open({str(output)!r})).items()}}")
+
+    def _write_policy(self) -> None:
+        from byzpg import export
+
+        if len(self.directories) != 1:
+            raise ValueError(f"--format {self.format} is for one run, got {len(self.directories)} directories.")
+        (directory,) = self.directories
+        output = self._output(directory / f"policy{export.FORMATS[self.format].suffix}")
+        run = _complete_run(directory)
         about = export.write_policy(run, output, self.format, seed=self.index, agent=self.agent)
         layers, kinds = " → ".join(map(str, about["layers"])), ", ".join(about["activations"])
         say(f"Policy of {about['task']}: {output} ({output.stat().st_size:,} bytes)")
         say(f"{about['policy'].capitalize()}, layers {layers} ({kinds}), seed {about['seed']}, agent {about['agent']}")
         say(f"Use it:  {USE[self.format].format(path=str(output))}")
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The directory itself, or the runs in it."""
+    return [path] if (path / "config.json").is_file() else sorted(each.parent for each in path.rglob("config.json"))
+
+
+def _complete_run(path: Path) -> "Run":
+    from byzpg.runs import RunDirectory
+
+    kept = RunDirectory.open(path)
+    if not kept.complete:
+        raise ValueError(f"{path} is not complete: finish it with `byzpg resume {path}`.")
+    return kept.read_results()
