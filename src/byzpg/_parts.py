@@ -27,6 +27,8 @@ from byzpg.robust.components import nearest
 
 # Modules that the user has named in this process.
 _named: set[str] = set()
+# What was reported in this process: a run is opened several times by one command.
+_reported: set[tuple[str, "Part"]] = set()
 
 
 class UntrustedCodeError(ValueError):
@@ -34,12 +36,11 @@ class UntrustedCodeError(ValueError):
 
     def __init__(self, source: str, modules: Iterable[str]) -> None:
         self.modules = tuple(sorted(modules))
-        listed = " and ".join(map(repr, self.modules))
-        calls = ", ".join(map(repr, self.modules))
-        super().__init__(
-            f"{source} names the module {listed}. Importing it runs its code, and you have not named it yourself: if "
-            f"you trust that code, call byzpg.trust({calls}) first."
+        named = ", ".join(map(repr, self.modules))
+        self.problem = (
+            f"{source} names the module {named}. Importing it would run its code, and you have not named it yourself"
         )
+        super().__init__(f"{self.problem}: if you trust that code, call byzpg.trust({named}) first.")
 
 
 def on_import(module: str, asked_for: str) -> None:
@@ -72,9 +73,8 @@ def check_trusted(modules: Iterable[str], source: str, *, remembered: bool = Tru
         UntrustedCodeError: If one of them was not named.
     """
     unknown = {each for each in modules if each not in _named and each.partition(".")[0] != "byzpg"}
-    if unknown and remembered:
-        known = _read_memory()
-        unknown = {each for each in unknown if (place := _place(each)) is None or place not in known}
+    known = {None} | (_read_memory() if remembered else set())  # a module that is nowhere runs no code
+    unknown = {each for each in unknown if _place(each) not in known}
     if unknown:
         raise UntrustedCodeError(source, unknown)
 
@@ -104,17 +104,20 @@ def _read_memory() -> set[str]:
 
 
 def _place(module: str) -> str | None:
-    """Where the top-level package of a module is, found without importing anything; None if nowhere."""
+    """Where the top-level package of a module is, found without importing anything; None if nowhere.
+
+    Where it has no place, as modules inside the interpreter have none, it is the name.
+    """
     top = module.partition(".")[0]
     _look_here()
     try:
         spec = find_spec(top)
-    except (ImportError, ValueError):
-        return None
+    except ValueError:  # it is loaded, and from nowhere
+        return top
     if spec is None:
         return None
     places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
-    return str(Path(places[0]).resolve()) if places else None
+    return str(Path(places[0]).resolve()) if places else top
 
 
 def _look_here() -> None:
@@ -256,8 +259,11 @@ class Part:
                 if self.package is not None
                 else f"run this where {self.file} can be imported, such as in its directory"
             )
-            raise ValueError(f"{source} was made with {self._origin}, which is missing here: {fix}. {error}") from None
-        if now.sha256 != self.sha256 or now.version != self.version:
+            raise ValueError(
+                f"{source} was made with {self._origin}, which cannot be imported here: {fix}. {error}"
+            ) from None
+        if (now.sha256, now.version) != (self.sha256, self.version) and (source, self) not in _reported:
+            _reported.add((source, self))
             versions = f", from {self.version} to {now.version}" if now.version != self.version else ""
             on_change(
                 f"{source} was made with another {self._origin}: the module {self.module!r} has changed since"

@@ -31,7 +31,7 @@ def main() -> None:
         finally:
             _dismiss_followers()
     except _parts.UntrustedCodeError as error:
-        complain(f"{error} Here, add: --parts {' '.join(error.modules)}")
+        complain(f"{error.problem}: if you trust that code, add --parts {' '.join(error.modules)}")
         _exit(2)
     except (ValueError, OSError, SearchLimitError) as error:
         complain(str(error))

@@ -8,6 +8,7 @@ import tyro
 
 from byzpg.cli.console import say
 from byzpg.cli.labels import method, short
+from byzpg.cli.parts import OwnModules
 
 if TYPE_CHECKING:
     from byzpg.runs import Run
@@ -41,8 +42,9 @@ class Export:
     agent: int = 0
     """Agent whose parameters are used, from 0."""
     output: Path | None = None
-    """File to write. Default: policy.onnx, policy.safetensors or policy.npz in the directory of the run; scores.json here
-    for rliable."""
+    """File to write. Default: policy.onnx, policy.safetensors or policy.npz in the directory of the run; for rliable,
+    scores.json in the current directory."""
+    parts: OwnModules = ()
 
     def run(self) -> None:
         if self.format == "rliable":

@@ -6,6 +6,7 @@ from pathlib import Path
 import tyro
 
 from byzpg.cli.console import console, say
+from byzpg.cli.parts import OwnModules
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Play:
     """Draw actions from the policy, as in training, instead of taking the most likely one."""
     output: Path | None = None
     """File for the animation, .gif. Default: play.gif in the directory of the run."""
+    parts: OwnModules = ()
 
     def run(self) -> None:
         output = self.directory / "play.gif" if self.output is None else self.output

@@ -12,6 +12,7 @@ from byzpg import envs
 from byzpg.cli.console import console, counted, say
 from byzpg.cli.hardware import HardwareOptions, follows_another_process, training_progress
 from byzpg.cli.labels import curves, federation, method
+from byzpg.cli.parts import OwnModules
 from byzpg.config import Settings
 from byzpg.federation.devices import Hardware
 from byzpg.logs import LogName
@@ -33,6 +34,7 @@ class Resume:
     """Directory of the run."""
     log: tuple[LogName, ...] = ()
     """Logs to write as well, or to continue: see `byzpg train --help`. What a log lacks is written first."""
+    parts: OwnModules = ()
     hardware: HardwareOptions = field(default_factory=Hardware)
 
     def run(self) -> None:

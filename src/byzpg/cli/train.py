@@ -9,6 +9,7 @@ import tyro
 
 from byzpg.cli.console import say
 from byzpg.cli.hardware import HardwareOptions, follows_another_process
+from byzpg.cli.parts import OwnModules
 from byzpg.cli.resume import COMPARISON, finish
 from byzpg.config import AUTO, Config, Settings
 from byzpg.federation.devices import Hardware
@@ -44,6 +45,7 @@ class Train:
     log: tuple[LogName, ...] = ()
     """Logs of all metrics to write into the directory: jsonl (log.jsonl), tensorboard, wandb (Weights & Biases).
     Default: none. Example: --log jsonl tensorboard"""
+    parts: OwnModules = ()
     hardware: HardwareOptions = field(default_factory=Hardware)
 
     def run(self) -> None:

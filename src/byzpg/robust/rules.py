@@ -6,22 +6,26 @@ count and when a result is defined.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 
 from byzpg.robust.components import (
     Component,
     Vectors,
+    check_array,
     check_num_byzantine,
     check_vectors,
+    is_own,
+    trying,
     with_numbers,
     without_numbers,
 )
@@ -63,6 +67,8 @@ class Rule(Component, ABC):
         if num_byzantine > largest:
             fix = f"use num_byzantine ≤ {largest}" if largest >= 0 else "use more agents"
             raise ValueError(f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: {fix}.")
+        if is_own(type(self)) and _is_static(self):
+            _try_on_sample(self, num_agents, num_byzantine)
 
     def is_mean(self, num_byzantine: int) -> bool:
         """Whether the rule is the mean of all rows with this f."""
@@ -93,6 +99,51 @@ class WeightedRule(Rule):
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return cloud.combine(self.coefficients(cloud, num_byzantine, key))
+
+
+# The length of the rows on which a rule of the user's own is tried.
+SAMPLE_DIMENSION = 7
+
+
+def _is_static(rule: Rule) -> bool:
+    """Whether no option of the rule is an array, as in a compiled program whose numbers are data."""
+    try:
+        hash(rule)
+    except TypeError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=256)
+def _try_on_sample(rule: Rule, num_agents: int, num_byzantine: int) -> None:
+    """Try a rule on all rows, and on as few as there may be: during training, a result can only be NaN.
+
+    Raises:
+        ValueError: If it cannot be compiled, fails, or gives anything but finite numbers in the right shape.
+    """
+    rows = np.random.default_rng(0).normal(size=(num_agents, SAMPLE_DIMENSION)).astype(np.float32)
+    with jax.ensure_compile_time_eval():
+        for missing in sorted({0, num_byzantine}):
+            usable, key = jnp.arange(num_agents) < num_agents - missing, jax.random.key(0)
+            cloud = Cloud.received(jnp.asarray(rows), usable, num_agents - num_byzantine, jnp.asarray(0))
+            on_sample = [(rule.combine, "its result", (SAMPLE_DIMENSION,))]
+            if rule.has_weights:
+                on_sample.insert(0, (rule.coefficients, "coefficients, the origin's last,", (num_agents + 1,)))
+            for method, what, shape in on_sample:
+                with trying(rule, method.__name__):
+                    check_array(
+                        rule, what, jax.eval_shape(partial(_applied, method, num_byzantine), cloud, key), [shape]
+                    )
+                    result = method(cloud, num_byzantine, key)
+                if not bool(jnp.all(jnp.isfinite(result))):
+                    raise ValueError(
+                        f"{rule}: {what} must be finite numbers; got {np.asarray(result)} for "
+                        f"{num_agents - missing} finite rows of {num_agents}, with num_byzantine = {num_byzantine}."
+                    )
+
+
+def _applied(method: Callable[..., Array], num_byzantine: int, cloud: Cloud, key: Array) -> Array:
+    return method(cloud, num_byzantine, key)
 
 
 @jax.tree_util.register_dataclass
