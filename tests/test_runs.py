@@ -252,26 +252,39 @@ def test_the_length_of_blocks_does_not_change_a_run(config: Config, run: Run, mo
 def test_policies_act_on_one_observation_or_many(run: Run) -> None:
     policy = run.policy()
     many = np.random.default_rng(0).normal(size=(3, 50, 4))
-    actions = policy.act(many)
+    actions = policy.act(many, greedy=True)
     assert actions.shape == (3, 50)
     assert set(actions.ravel()) <= {0, 1}
     assert policy.act(many[0, 0]).shape == ()
-    np.testing.assert_array_equal([policy.act(each) for each in many[1, :5]], actions[1, :5])
+    np.testing.assert_array_equal([policy.act(each, greedy=True) for each in many[1, :5]], actions[1, :5])
 
 
-def test_with_a_key_actions_are_drawn_as_often_as_the_policy_says(run: Run) -> None:
+def test_actions_are_drawn_as_often_as_the_policy_says(run: Run) -> None:
     policy = run.policy()
     seen = np.array([0.1, -0.4, 0.02, 0.3])
     weights = policy.policy.unflatten(jax.numpy.asarray(policy.parameters))
     (hidden, hidden_bias), (last, last_bias) = (tuple(np.asarray(part) for part in layer) for layer in weights)
     logits = np.maximum(seen @ hidden + hidden_bias, 0) @ last + last_bias
     probability = 1 / (1 + np.exp(logits[0] - logits[1]))
-    drawn = policy.act(np.tile(seen, (20_000, 1)), jax.random.key(0))
-    assert abs(np.mean(drawn) - probability) < 4 * (probability * (1 - probability) / 20_000) ** 0.5
-    assert policy.act(seen) == (probability > 0.5)
-    np.testing.assert_array_equal(drawn, policy.act(np.tile(seen, (20_000, 1)), jax.random.key(0)))
-    assert np.any(drawn != policy.act(np.tile(seen, (20_000, 1)), jax.random.key(1)))
+    many = np.tile(seen, (20_000, 1))
+    for drawn in (policy.act(many, jax.random.key(0)), policy.act(many)):
+        assert abs(np.mean(drawn) - probability) < 4 * (probability * (1 - probability) / 20_000) ** 0.5
+    assert policy.act(seen, greedy=True) == (probability > 0.5)
+    np.testing.assert_array_equal(*(policy.act(many, jax.random.key(0)) for _ in range(2)))
+    assert np.any(policy.act(many, jax.random.key(0)) != policy.act(many, jax.random.key(1)))
     assert policy.act(seen, jax.random.key(0)).shape == ()
+    with pytest.raises(ValueError, match="greedy actions are not drawn: leave out key, or greedy"):
+        policy.act(seen, jax.random.key(0), greedy=True)
+
+
+def test_without_a_key_every_call_draws_anew_and_every_program_alike(run: Run) -> None:
+    seen, first, second = np.zeros((200, 4)), run.policy(), run.policy()
+    ours = [first.act(seen) for _ in range(3)]
+    assert not np.array_equal(ours[0], ours[1])
+    assert not np.array_equal(ours[1], ours[2])
+    first.act(seen, greedy=True)  # draws nothing
+    np.testing.assert_array_equal(ours, [second.act(seen) for _ in range(3)])
+    np.testing.assert_array_equal(first.act(seen), second.act(seen))
 
 
 def test_which_policy(run: Run) -> None:

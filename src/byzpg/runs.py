@@ -16,11 +16,12 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 from zipfile import BadZipFile
@@ -28,6 +29,7 @@ from zipfile import BadZipFile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
@@ -43,15 +45,27 @@ class TrainedPolicy:
     """A policy with its parameters."""
 
     policy: Policy
-    parameters: np.ndarray  # [d]
+    parameters: np.ndarray = field(repr=False)  # [d]
+    _calls: Iterator[int] = field(default_factory=count, init=False, repr=False)  # numbers those without a key
 
-    def act(self, observation: np.ndarray, key: jax.Array | None = None) -> np.ndarray:
-        """Choose the most likely action at observations [..., features]; with a key, draw one from the policy."""
+    def act(self, observation: npt.ArrayLike, key: jax.Array | None = None, *, greedy: bool = False) -> np.ndarray:
+        """Draw actions from the policy, as in training, at observations [..., features].
+
+        Args:
+            observation: One observation, or many.
+            key: A random key to draw with. Default: one that depends on how often this object has drawn without a key,
+                so calls in a row differ, and a program that loads a policy and plays acts alike every time.
+            greedy: Take the most likely action instead. It can be far worse than what was trained.
+        """
+        if greedy and key is not None:
+            raise ValueError("greedy actions are not drawn: leave out key, or greedy.")
         seen = np.asarray(observation, np.float32)
         if seen.shape[-1:] != (self.policy.observation_size,):
             raise ValueError(
                 f"observation must have {self.policy.observation_size} features in its last axis, got {seen.shape}."
             )
+        if not greedy and key is None:
+            key = jax.random.fold_in(jax.random.key(0), next(self._calls))
         return np.asarray(_act(self.policy, self.parameters, seen, key))
 
 

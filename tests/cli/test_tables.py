@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from byzpg.cli.tables import BEST, LAST_TENTH, WEIGHT, experiments_table, runs_t
 from byzpg.cli.train import _with_plain_averaging
 from byzpg.config import Config, Settings
 from byzpg.experiments.paper import Scope, grid
+from byzpg.experiments.report.wording import spread
 from byzpg.experiments.results import Result, Results
+from byzpg.experiments.statistics import mean_and_deviation, significant
 from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
 from byzpg.experiments.sweeps import Sweep
 from byzpg.robust.aggregators import Mean
@@ -52,7 +55,7 @@ def numbers_of(table: Table, row: int = 0) -> list[str]:
 def printed_numbers(text: str) -> list[str]:
     """The same in the output of a command whose table has one row: 123 ± 4, 130, 5.0%."""
     (line,) = [line for line in text.splitlines() if "±" in line and "%" in line]
-    spread, best, weight = re.search(r"(\d+ ± \d+)\s+(\d+)\s.*?([\d.]+%)", line).groups()  # pyright: ignore
+    spread, best, weight = re.search(r"([\d.]+ ± [\d.]+)\s+([\d.]+)\s.*?([\d.]+%)", line).groups()  # pyright: ignore
     return [spread, best, weight]
 
 
@@ -69,8 +72,8 @@ def test_commands_agree_about_a_run(
     result = Result.of(run)
     late = final_returns(result)
     expected = [
-        f"{late.mean():.0f} ± {late.std():.0f}",
-        *(f"{best_return(result):.0f}", f"{attacker_weight(result):.1%}"),
+        mean_and_deviation(late),
+        *(significant(best_return(result)), f"{attacker_weight(result):.1%}"),
     ]
 
     planned = grid(["fig2"], Scope(num_seeds=3))
@@ -110,3 +113,24 @@ def test_plain_averaging_is_compared_under_the_same_attack() -> None:
     assert (plain.num_byzantine, plain.num_attackers, plain.attack) == (2, 2, ours.attack)
     assert (ours.num_byzantine, ours.num_attackers) == (2, 2)
     assert (plain.algorithm, plain.aggregator, plain.rounds) == ("Dec-PAGE-PG", Mean(), 0)
+
+
+def test_small_returns_are_readable_and_one_seed_has_no_spread() -> None:
+    (cell,) = Sweep.of({"grid": {"seed": [0]}, "num_seeds": 2}, "here").cells
+    returns = np.stack([np.linspace(0, 0.8, 20), np.linspace(0, 0.7, 20)])
+    progress = np.tile(np.arange(1, 21) * 10, (2, 1))
+    run = Run(cell.settings, progress, progress > 0, {"return_mean": returns}, {}, np.zeros(2, int), True)
+    table = runs_table({Path("two"): run}, with_paths=False)
+    assert numbers_of(table)[:2] == ["0.730 ± 0.049", "0.750"]
+    assert "standard deviation" in str(table.title)
+    alone = replace(
+        run,
+        settings=replace(run.settings, num_seeds=1),
+        progress=progress[:1],
+        large=progress[:1] > 0,
+        metrics={"return_mean": returns[:1]},
+    )
+    table = runs_table({Path("one"): alone}, with_paths=False)
+    assert numbers_of(table)[:2] == ["0.779", "0.800"]
+    assert str(table.title) == "Return of honest agents"
+    assert spread(returns[:1, -1]) == "0.800"  # of the report

@@ -9,7 +9,7 @@ import tyro
 from byzpg.cli.console import say
 
 USE = {
-    "onnx": "onnxruntime.InferenceSession({path!r}).run(['action'], {{'observation': observations}})",
+    "onnx": "onnxruntime.InferenceSession({path!r}).run(['action'], {{'observation': observations}})  # greedy",
     "safetensors": "safetensors.numpy.load_file({path!r}), and the metadata 'about'",
     "numpy": "numpy.load({path!r}), or python examples/act_without_jax.py {path}",
 }
@@ -52,3 +52,5 @@ class Export:
         say(f"Policy of {about['task']}: {output} ({output.stat().st_size:,} bytes)")
         say(f"{about['policy'].capitalize()}, layers {layers} ({kinds}), seed {about['seed']}, agent {about['agent']}")
         say(f"Use it:  {USE[self.format].format(path=str(output))}")
+        outputs = "the logits" if about["policy"] == "categorical" else "mean and log_std"
+        say(f"To act as in training, draw from {outputs}. `byzpg play {self.directory}` compares greedy and sampled.")

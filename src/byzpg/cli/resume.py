@@ -89,11 +89,13 @@ def _conclude(runs: Mapping[Path, Run]) -> None:
 def _compare(runs: Mapping[Path, Run]) -> None:
     """Say in one sentence how a run ended next to plain averaging."""
     from byzpg.experiments.results import Result
+    from byzpg.experiments.statistics import significant
     from byzpg.experiments.summaries import final_returns
 
     ends = [float(np.mean(final_returns(Result.of(run)))) for run in runs.values()]
     if len(ends) == 2 and np.all(np.isfinite(ends)):
         settings = next(iter(runs.values())).settings
+        ours, plain = (significant(end, *ends) for end in ends)
         attackers = f"{settings.num_attackers} of {settings.num_agents} agents attacking"
-        say(f"With {attackers}, {settings.algorithm} ends at {ends[0]:.0f} and plain averaging at {ends[1]:.0f}.")
+        say(f"With {attackers}, {settings.algorithm} ends at {ours} and plain averaging at {plain}.")
         console.print()

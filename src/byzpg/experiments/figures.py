@@ -26,7 +26,13 @@ from byzpg._files import write_atomically
 from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Experiment, Panel, published_curves
 from byzpg.experiments.rates import Measured, Rates
 from byzpg.experiments.results import Result
-from byzpg.experiments.statistics import bootstrap_interval, even_grid, interquartile_mean, smooth_on_grid
+from byzpg.experiments.statistics import (
+    bootstrap_interval,
+    even_grid,
+    interquartile_mean,
+    significant,
+    smooth_on_grid,
+)
 from byzpg.experiments.summaries import (
     Estimate,
     curve_names,
@@ -176,13 +182,17 @@ def dots(values: Mapping[str, np.ndarray], title: str, what: str) -> Figure:
     """Plot a row per label: a dot per seed [seed], a stroke at their mean, and the mean as a number."""
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(7, 1.1 + 0.3 * len(values)), layout="constrained")
+        largest = max(
+            (float(np.max(np.abs(each))) for each in values.values() if np.all(np.isfinite(each))), default=0.0
+        )
         for row, each in enumerate(values.values()):
             known = each[np.isfinite(each)]
             look: dict[str, Any] = {"color": COLOURS[0], "linestyle": "none"}
             axes.plot(known, np.full(len(known), row), marker="o", alpha=0.45, markersize=5, markeredgewidth=0, **look)
             if len(known):
                 axes.plot(np.mean(known), row, marker="|", markersize=15, markeredgewidth=2.2, **look)
-            shown = f"{np.mean(each):.0f}" if len(known) == len(each) else f"{len(each) - len(known)} diverged"
+            mean = significant(float(np.mean(each)), largest)
+            shown = mean if len(known) == len(each) else f"{len(each) - len(known)} diverged"
             axes.annotate(shown, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
         axes.set_yticks(range(len(values)), list(values), fontsize=9)
         axes.set_ylim(len(values) - 0.5, -0.5)
@@ -508,10 +518,11 @@ def _draw_heatmap(axes: Axes, panel: Panel, runs: Mapping[str, Result], metric: 
     colours = matplotlib.colormaps["viridis" if metric == "return" else "magma_r"]
     axes.set_facecolor(GRID)  # the colour of cells without a number
     axes.pcolormesh(values, norm=norm, cmap=colours, edgecolors=GRID, linewidth=0.8)
+    largest = float(np.max(np.abs(values[np.isfinite(values)]), initial=0))
     for (row, column), value in np.ndenumerate(values):
         known = bool(np.isfinite(value))
         ink = _ink_on(colours(norm(value))) if known else MUTED
-        text = f"{value:.0f}" if known else "–"
+        text = f"{value:.0f}" if known and metric == "weight" else significant(float(value), largest)
         axes.text(column + 0.5, row + 0.5, text, color=ink, ha="center", va="center", fontsize=9)
     axes.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=40, ha="right", rotation_mode="anchor")
     axes.set_yticks(np.arange(len(rows)) + 0.5, rows)
