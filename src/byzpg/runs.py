@@ -4,7 +4,8 @@ A directory holds
   config.json       every option, resolved; `Config.load` reads it
   provenance.json   the command, versions and machine
   checkpoint.npz    what continues the run bit for bit: state, entries done, metrics so far, a hash of config.json;
-                    environments on the host that go on between iterations cannot be saved, and begin anew
+                    environments on the host that go on between iterations cannot be saved, and begin anew;
+                    of an extended run, also where it was extended
   metrics.npz       once complete: trajectories (or steps, see `Run.progress`), large and every metric, all
                     [seed, iteration]
   parameters.npz    once complete: last, uniform [seed, agent, d] (at a server: one agent), and output_iteration [seed]
@@ -33,7 +34,7 @@ import numpy.typing as npt
 
 from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
-from byzpg.federation.schedule import Plan
+from byzpg.federation.schedule import Extension, Plan
 from byzpg.learning.policies import Policy
 
 # The metrics that older checkpoints lack, and what they were in all their iterations; see also `config.FORMERLY`.
@@ -211,11 +212,14 @@ class Checkpoint:
     iteration: int  # entries of the timetable that are done; where seeds share one coin, iterations
     state: list[np.ndarray]  # leaves of the simulation's state
     metrics: dict[str, np.ndarray]  # name: [seed, entry]
+    extension: Extension | None = None  # of a run that was extended
 
     def as_arrays(self) -> dict[str, Any]:
         """All of it by name; `of` reads it back."""
         arrays: dict[str, Any] = {f"state_{index}": leaf for index, leaf in enumerate(self.state)}
         arrays |= {f"metric_{name}": values for name, values in self.metrics.items()}
+        if self.extension is not None:
+            arrays |= {f"extension_{name}": values for name, values in vars(self.extension).items()}
         return arrays | {"iteration": self.iteration}
 
     @classmethod
@@ -227,7 +231,10 @@ class Checkpoint:
         if "return_mean" in metrics:
             for name, value in FORMERLY.items():
                 metrics.setdefault(name, np.full_like(metrics["return_mean"], value))
-        return cls(int(arrays["iteration"]), state, metrics)
+        extension = None
+        if "extension_begin" in arrays:
+            extension = Extension(arrays["extension_begin"], arrays["extension_output_iteration"])
+        return cls(int(arrays["iteration"]), state, metrics, extension)
 
 
 class RunDirectory:
@@ -268,12 +275,22 @@ class RunDirectory:
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._write_arrays("checkpoint.npz", checkpoint.as_arrays() | {"config": self._config_digest()})
 
+    def extend(self, settings: Settings, checkpoint: Checkpoint) -> None:
+        """Turn a complete run into an unfinished one with a longer plan; stopped anywhere, it is one or the other."""
+        longer = _as_json(settings.as_data())
+        both = np.stack([self._config_digest(), _digest(longer)])
+        self._write_arrays("checkpoint.npz", checkpoint.as_arrays() | {"config": both})
+        (self.path / "parameters.npz").unlink()
+        (self.path / "metrics.npz").unlink()
+        write_atomically(self.path / "config.json", lambda file: file.write(longer))
+
     def read_checkpoint(self) -> Checkpoint | None:
         """The last checkpoint, or None if there is none yet; one of another configuration is an error."""
         if not (self.path / "checkpoint.npz").is_file():
             return None
         arrays = self._read_arrays("checkpoint.npz")
-        if not np.array_equal(arrays.get("config", np.zeros(0)), self._config_digest()):
+        digests = np.atleast_2d(arrays.get("config", np.zeros(0)))  # two, where a run is being extended
+        if not any(np.array_equal(each, self._config_digest()) for each in digests):
             raise ValueError(
                 f"{self.path / 'checkpoint.npz'} belongs to another configuration than the config.json beside it: "
                 "put that config.json back, or train again in another directory."
@@ -291,11 +308,10 @@ class RunDirectory:
         return _complete(self.settings(), *tables, str(self.path))
 
     def _config_digest(self) -> np.ndarray:
-        return np.frombuffer(sha256((self.path / "config.json").read_bytes()).digest(), np.uint8)
+        return _digest((self.path / "config.json").read_bytes())
 
     def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-        write_atomically(self.path / name, lambda file: file.write(text.encode()))
+        write_atomically(self.path / name, lambda file: file.write(_as_json(values)))
 
     def _write_arrays(self, name: str, arrays: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, lambda file: np.savez(file, allow_pickle=False, **arrays))
@@ -304,6 +320,14 @@ class RunDirectory:
         path = self.path / name
         with _reading(str(path)), path.open("rb") as file:
             return _arrays(file)
+
+
+def _as_json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _digest(content: bytes) -> np.ndarray:
+    return np.frombuffer(sha256(content).digest(), np.uint8)
 
 
 def packed(run: Run) -> bytes:
