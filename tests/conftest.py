@@ -77,6 +77,12 @@ LONGEST = [
 BY_CASE = ("test_aggregators.py", "test_contracts.py")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests neither see nor change which modules the user has made runs with."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle-files", type=int, metavar="SEED", help="run the files in a random order")
 

@@ -128,6 +128,7 @@ def test_families_hold_every_concrete_class_and_no_other() -> None:
         "PreAggregator",
         "Agreement",
         "Attack",
+        "ByzantineSet",
         "MessageAttack",
         "_Directed",
         "_LineSearch",

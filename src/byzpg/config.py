@@ -11,8 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
 
-from byzpg import envs
-from byzpg._registry import fits, parse, type_name
+from byzpg import _parts, envs
+from byzpg._registry import addresses, check_readable, fits, parse, type_name
 from byzpg.envs.spaces import Box
 from byzpg.federation.agents import Optimizer
 from byzpg.federation.algorithms import ALGORITHMS, Federation
@@ -311,6 +311,8 @@ class Config:
     >>> Config(num_byzantine=4).resolved()
     Traceback (most recent call last):
     ValueError: MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3.
+
+    A component of your own is written module:Name(option=value), as in NNM(my_rules:MyRule(size=2)).
     """
 
     env: str = "CartPole-v1"
@@ -419,16 +421,25 @@ class Config:
         Raises:
             ValueError: If an option has a wrong type or value; the message names the option, the value and the fix.
         """
-        return Settings(**self._filled(envs.make))
+        _parts.trust(*self.own_modules)
+        return Settings(**self._filled(envs.make, _component))
 
-    def without_task(self) -> dict[str, Any]:
-        """The resolved options, as far as they are known and can be checked without building a task on the host.
+    def without_own_code(self) -> dict[str, Any]:
+        """The resolved options, as far as they are known and can be checked without running code that they name.
 
-        Building a task can run code that someone else has named. Its horizon is left out if it is not given.
+        A task on the host is not built; its horizon is left out if it is not given. Components from outside byzpg
+        remain text.
         """
-        return self._filled(envs.built_in)
+        return self._filled(envs.built_in, _built_in_component)
 
-    def _filled(self, find_task: "Callable[[str], envs.Task | None]") -> dict[str, Any]:
+    @property
+    def own_modules(self) -> set[str]:
+        """The modules outside byzpg that the options name; nothing is imported."""
+        return own_modules(vars(self))
+
+    def _filled(
+        self, find_task: "Callable[[str], envs.Task | None]", component: Callable[[str, Any], Any]
+    ) -> dict[str, Any]:
         defaults = {option.name: option.default for option in fields(self) if option.default is not None}
         given: dict[str, Any] = defaults | {name: value for name, value in vars(self).items() if value is not None}
         for option in ("env", "preset", "algorithm"):
@@ -449,7 +460,7 @@ class Config:
         }
         if task is not None and values.setdefault("horizon", task.horizon) is None:
             raise ValueError(f"{env} does not limit the length of its episodes: set horizon, in steps.")
-        values = {option: _component(option, value) for option, value in values.items()}
+        values = {option: component(option, value) for option, value in values.items()}
         if values["optimizer"] not in ADAMS and self.adam_epsilon is None:  # the preset's is for Adam
             values["adam_epsilon"] = ADAM_EPSILON
         values.setdefault("num_agents", 1 if ALGORITHMS[name].single else 13)
@@ -472,7 +483,7 @@ class Config:
 
     def _sets(self, option: str, neutral: Any) -> bool:
         """Whether an option is given, at another value than one that does nothing."""
-        return _component(option, getattr(self, option)) not in (None, _component(option, neutral))
+        return _built_in_component(option, getattr(self, option)) not in (None, _component(option, neutral))
 
     def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
@@ -495,6 +506,9 @@ class Config:
     def load(cls, path: Path, **defaults: Any) -> "Config":
         """Read a configuration from a .toml or .json file whose keys are the options.
 
+        A .json file comes from a run, perhaps of someone else. The modules that it names must be ones that the user
+        has named too: see `byzpg.trust`.
+
         Args:
             path: The file.
             defaults: Options in place of those that the file leaves out.
@@ -504,7 +518,10 @@ class Config:
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"configuration {path} cannot be read: {error}") from None
-        return cls.of(defaults | values if isinstance(values, dict) else values, str(path))
+        config = cls.of(defaults | values if isinstance(values, dict) else values, str(path))
+        if path.suffix == ".json":
+            _parts.check_trusted(config.own_modules, str(path))
+        return config
 
     @classmethod
     def of(cls, values: object, source: str) -> "Config":
@@ -525,6 +542,26 @@ class Config:
 def _component(option: str, value: Any) -> Any:
     """The value, with the text of a component read."""
     return parse(FAMILY_OF[option], value) if option in FAMILY_OF and isinstance(value, str) else value
+
+
+class _Unread(str):
+    """The text of a component from outside byzpg, whose module is not imported."""
+
+
+def _built_in_component(option: str, value: Any) -> Any:
+    """As `_component`, but the text of a component from outside byzpg remains text."""
+    is_own = option in FAMILY_OF and isinstance(value, str) and addresses(value)
+    return _Unread(value) if is_own else _component(option, value)
+
+
+def own_modules(values: Mapping[str, Any]) -> set[str]:
+    """The modules outside byzpg that these options name, as text or as components; nothing is imported."""
+    named = [str(value) for option, value in values.items() if option in FAMILY_OF and value is not None]
+    found = {each.partition(":")[0] for text in named for each in addresses(text)}
+    task = values.get("env")
+    if isinstance(task, str) and (module := envs.host.imported_module(task)) is not None:
+        found.add(module)
+    return found
 
 
 def _algorithm_name(text: str) -> str:
@@ -566,7 +603,9 @@ def _with_theory(values: dict[str, Any], task: envs.Task | None) -> dict[str, An
     if "switch_probability" in by_theory:
         values["switch_probability"] = 1 / values["large_batch"]
     num_agents, num_byzantine = values["num_agents"], values["num_byzantine"]
-    if "rounds" in by_theory:
+    if "rounds" in by_theory and isinstance(values["agreement"], _Unread):
+        values["rounds"] = "theory"
+    elif "rounds" in by_theory:
         share = values["switch_probability"] ** 2 / (values["large_batch"] * num_agents)
         values["rounds"] = values["agreement"].rounds_to_shrink(share, num_agents, num_byzantine)
     for option, value in constants.items():
@@ -755,6 +794,20 @@ class Settings:
             byzantine_set=self.byzantine_set,
         )
 
+    @property
+    def own_modules(self) -> set[str]:
+        """The modules outside byzpg that the settings name."""
+        return own_modules(vars(self))
+
+    def check_readable(self) -> None:
+        """Check that `as_data` can be read back.
+
+        Raises:
+            ValueError: If not, because a component cannot be imported by its name or printed as text.
+        """
+        for option, family in FAMILY_OF.items():
+            check_readable(family, getattr(self, option))
+
     def as_data(self) -> dict[str, Any]:
         """Plain data that `Config.of` reads back: components as text."""
         values = ((option.name, getattr(self, option.name)) for option in fields(self))
@@ -772,6 +825,8 @@ def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
         if option not in values:
             continue
         value = values[option]
+        if isinstance(value, _Unread):
+            continue
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         choices = [each for part in parts if get_origin(part) is Literal for each in get_args(part)]
         if not fits(value, hint) or (isinstance(value, str) and choices and value not in choices):
@@ -843,6 +898,8 @@ def _check_components(values: Mapping[str, Any]) -> None:
     num_agents, num_byzantine, num_attackers = (
         values[option] for option in ("num_agents", "num_byzantine", "num_attackers")
     )
+    if any(isinstance(values[option], _Unread) for option in FAMILY_OF):
+        return  # checked once it is read
     estimator, importance = values["estimator"], values["importance"]
     if ALGORITHMS[values["algorithm"]].agent.unit == "trajectories":
         estimator.check(values["small_batch"])

@@ -3,6 +3,7 @@
 A directory holds
   config.json       every option, resolved; `Config.load` reads it
   provenance.json   the command, versions and machine
+  parts.json        if it names modules outside byzpg: their files' hashes and their packages' versions
   checkpoint.npz    what continues the run bit for bit: state, entries done, metrics so far, a hash of config.json;
                     environments on the host that go on between iterations cannot be saved, and begin anew;
                     of an extended run, also where it was extended
@@ -32,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from byzpg import _parts
 from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
 from byzpg.federation.schedule import Extension, Plan
@@ -250,8 +252,13 @@ class RunDirectory:
             if (path / "config.json").exists():
                 raise ValueError(f"{path} already holds a run: choose another directory, or `byzpg resume {path}`.")
             raise ValueError(f"{path} is not an empty directory: choose another one.")
+        settings.check_readable()
+        parts = [_parts.Part.of(module).as_data() for module in sorted(settings.own_modules)]
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
+        if parts:
+            directory._write_json("parts.json", {"modules": parts})
+            _parts.remember(settings.own_modules)
         directory._write_json("config.json", settings.as_data())
         directory.write_provenance(provenance() if about is None else about)
         return directory
@@ -263,7 +270,25 @@ class RunDirectory:
         return cls(path)
 
     def settings(self) -> Settings:
-        return Config.load(self.path / "config.json").resolved()
+        """What was trained. Modules outside byzpg are imported again, and reported if they have changed.
+
+        Raises:
+            UntrustedCodeError: If the user has not named one of these modules.
+            ValueError: If a module is missing, or the options are wrong.
+        """
+        config = Config.load(self.path / "config.json")
+        for part in self._parts():
+            if part.module in config.own_modules:
+                part.check(str(self.path))
+        return config.resolved()
+
+    def _parts(self) -> list[_parts.Part]:
+        """The modules outside byzpg that the run was made with; none are recorded by byzpg before 0.3."""
+        path = self.path / "parts.json"
+        if not path.is_file():
+            return []
+        with _reading(str(path)):
+            return [_parts.Part.from_data(values) for values in json.loads(path.read_text())["modules"]]
 
     @property
     def complete(self) -> bool:
@@ -382,7 +407,7 @@ def _reading(source: str) -> Iterator[None]:
     """Turn whatever NumPy raises at a broken file into one clear error."""
     try:
         yield
-    except (OSError, ValueError, TypeError, AttributeError, BadZipFile, EOFError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, BadZipFile, EOFError) as error:
         raise ValueError(f"{source} cannot be read: {error}") from None
 
 

@@ -10,6 +10,7 @@ import pytest
 from forking import Forked
 from live_federation import NAMES, free_ports, until
 
+from byzpg import _parts
 from byzpg.envs import host
 from byzpg.live import identity
 from byzpg.live.identity import generate, write_identity
@@ -96,12 +97,25 @@ def test_commands_that_read_a_manifest_import_nothing(folder: Path, env: str) ->
 @pytest.mark.parametrize("command", ["peer", "train"])
 def test_commands_that_train_say_first_what_they_import(folder: Path, command: str, env: str) -> None:
     rename_task(folder, env)
-    chosen = {"peer": ("federation.toml", "--name", "alice"), "train": ("--env", env)}[command]
+    chosen = {"peer": ("federation.toml", "--name", "alice", "--parts", "evil"), "train": ("--env", env)}[command]
     code, said = run(folder, command, *chosen)
     assert code == 2
     first, second, *_ = said.splitlines()
     assert (first, second) == (f"Importing the module 'evil' for the task {env!r}.", "evil runs")
     assert (folder / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [("env", OWN_TASKS[0]), ("env", OWN_TASKS[1]), ("aggregator", "NNM(evil:Rule(size=2))")]
+)
+def test_a_member_imports_only_what_its_own_command_names(folder: Path, option: str, name: str) -> None:
+    path = rename_task(folder, name) if option == "env" else folder / "federation.toml"
+    path.write_text(path.read_text().replace('aggregator = "RFA"', f'aggregator = "{name}"' if option != "env" else ""))
+    assert Manifest.load(path).options()[option] == name
+    code, said = run(folder, "peer", "federation.toml", "--name", "alice", "--parts", "another")
+    assert (code, (folder / "mark").exists()) == (2, False)
+    assert "the manifest names the module 'evil'." in said
+    assert said.strip().endswith("if you trust that code, add --parts evil"), said
 
 
 @pytest.mark.parametrize("env", [*OWN_TASKS, "gymnasium:CartPole-v1", "envpool:CartPole-v1", "nowhere.at.all:make"])
@@ -113,6 +127,7 @@ def test_a_manifest_is_read_whole_without_its_task(
         raise AssertionError(f"{name} was built")
 
     monkeypatch.setattr(host, "describe", build)
+    monkeypatch.setattr(_parts, "_named", {"evil", "nowhere.at.all"})
     path = rename_task(folder, env)
     if not horizon:
         path.write_text(path.read_text().replace("horizon = 50\n", ""))

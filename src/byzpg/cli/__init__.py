@@ -7,11 +7,10 @@ from typing import NoReturn
 from jax.errors import JaxRuntimeError
 from rich.markup import escape
 
-from byzpg import __version__
+from byzpg import __version__, _parts
 from byzpg.cli import membership
 from byzpg.cli.console import complain, errors, say
 from byzpg.cli.parsing import parse_command
-from byzpg.envs import host
 from byzpg.federation import devices
 from byzpg.robust.least_diameter import SearchLimitError
 
@@ -23,13 +22,17 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         say(f"byzpg {__version__}")
         return
-    host.on_import = _announce_import
+    _parts.on_import, _parts.on_change = _announce_import, _announce_change
     try:
         command = parse_command()
+        _parts.trust(*getattr(command, "parts", ()))
         try:
             command.run()
         finally:
             _dismiss_followers()
+    except _parts.UntrustedCodeError as error:
+        complain(f"{error.problem}: if you trust that code, add --parts {' '.join(error.modules)}")
+        _exit(2)
     except (ValueError, OSError, SearchLimitError) as error:
         complain(str(error))
         _exit(2)
@@ -48,8 +51,12 @@ def main() -> None:
         _exit(130)  # 128 + SIGINT, as in shells
 
 
-def _announce_import(module: str, task: str) -> None:
-    errors.print(escape(f"Importing the module {module!r} for the task {task!r}."), highlight=False, soft_wrap=True)
+def _announce_import(module: str, asked_for: str) -> None:
+    errors.print(escape(f"Importing the module {module!r} for {asked_for}."), highlight=False, soft_wrap=True)
+
+
+def _announce_change(message: str) -> None:
+    errors.print(escape(f"Warning: {message}"), highlight=False, soft_wrap=True)
 
 
 def _dismiss_followers() -> None:

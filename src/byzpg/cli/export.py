@@ -7,6 +7,7 @@ from typing import Literal
 import tyro
 
 from byzpg.cli.console import say
+from byzpg.cli.parts import OwnModules
 
 USE = {
     "onnx": "onnxruntime.InferenceSession({path!r}).run(['action'], {{'observation': observations}})  # greedy",
@@ -34,6 +35,7 @@ class Export:
     """Agent whose parameters are used, from 0."""
     output: Path | None = None
     """File to write. Default: policy.onnx, policy.safetensors or policy.npz in the directory of the run."""
+    parts: OwnModules = ()
 
     def run(self) -> None:
         from byzpg import export

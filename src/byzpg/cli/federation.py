@@ -95,7 +95,8 @@ class New:
             f"Manifest: {self.manifest} (hash {manifest.digest.hex()[:16]}…), {len(members)} members, "
             f"of which {manifest.num_byzantine} may be faulty"
         )
-        say(f"Each member runs: byzpg peer {self.manifest} --name NAME")
+        parts = _parts_option(manifest)
+        say(f"Each member runs: {shlex.join(['byzpg', 'peer', str(self.manifest), '--name', 'NAME', *parts])}")
 
     def _starting_from(self, directory: Path, manifest: "Manifest") -> "Manifest":
         """The same manifest with the parameters of a run, which are written beside it."""
@@ -126,6 +127,12 @@ def make_manifest(members: "Sequence[Member]", options: Config, *, waiting: Wait
     planned = replace(options, num_agents=len(members), num_seeds=1).resolved()
     training = {name: value for name, value in planned.as_data().items() if name not in FIXED}
     return new_manifest(members, planned.num_byzantine, training, waiting.times(), rehearsal=rehearsal)
+
+
+def _parts_option(manifest: "Manifest") -> list[str]:
+    """How a member allows the modules that the manifest names."""
+    modules = sorted(manifest.own_modules)
+    return ["--parts", *modules] if modules else []
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,7 @@ class Demo:
         try:
             for name in names:
                 with _signals_wait():
-                    processes[name] = self._start(directory, name, attacks=name not in honest)
+                    processes[name] = self._start(directory, manifest, name, attacks=name not in honest)
                 # The first member compiles; the others find its programs in the cache.
                 with console.status("compiling"):
                     while name == names[0] and processes[name].poll() is None and not _is_ready(directory / name):
@@ -213,8 +220,9 @@ class Demo:
         if failed:
             raise ValueError(". ".join(_failure(directory, name, code) for name, code in failed.items()))
 
-    def _start(self, directory: Path, name: str, *, attacks: bool) -> subprocess.Popen[bytes]:
+    def _start(self, directory: Path, manifest: "Manifest", name: str, *, attacks: bool) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "byzpg", "peer", str(directory / MANIFEST), "--name", name]
+        command += _parts_option(manifest)
         if attacks and self.attacker is not None:
             command += ["--attack", self.attacker]
         with _output(directory, name).open("w") as output:

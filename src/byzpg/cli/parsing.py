@@ -16,6 +16,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from byzpg import _parts
 from byzpg.cli.certify import Certify
 from byzpg.cli.evidence import Evidence
 from byzpg.cli.export import Export
@@ -77,8 +78,12 @@ def _options_from_file() -> Config:
     """The options in the file of `train --config`, which options on the command line override."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
-    named = parser.parse_known_args(sys.argv[2:])[0].config if sys.argv[1:2] == ["train"] else None
-    return Config(algorithm=AUTO) if named is None else Config.load(named, algorithm=AUTO)
+    parser.add_argument("--parts", nargs="*", default=[])
+    given = parser.parse_known_args(sys.argv[2:])[0]
+    if sys.argv[1:2] != ["train"] or given.config is None:
+        return Config(algorithm=AUTO)
+    _parts.trust(*given.parts)
+    return Config.load(given.config, algorithm=AUTO)
 
 
 def _component_by_name(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:

@@ -15,7 +15,11 @@ from rich.markup import escape
 
 from byzpg.cli.console import console, errors, say
 from byzpg.cli.membership import Membership
+<<<<<<< HEAD
 from byzpg.experiments.statistics import significant
+=======
+from byzpg.cli.parts import MembersModules
+>>>>>>> parts
 from byzpg.federation.devices import keep_programs
 
 if TYPE_CHECKING:  # needs the extra packages
@@ -66,6 +70,7 @@ class Peer:
     honest."""
     seed: int | None = None
     """Seed of the random numbers, in rehearsals only. Default: the random numbers are secret."""
+    parts: MembersModules = ()
 
     def run(self) -> None:
         membership = Membership.load(self.manifest, self.name, self.key)

@@ -6,6 +6,7 @@ from pathlib import Path
 import tyro
 
 from byzpg.cli.console import console, counted, say
+from byzpg.cli.parts import OwnModules
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Play:
     """Animate greedy actions instead of sampled ones."""
     output: Path | None = None
     """File for the animation, .gif. Default: play.gif in the directory of the run."""
+    parts: OwnModules = ()
 
     def run(self) -> None:
         output = self.directory / "play.gif" if self.output is None else self.output

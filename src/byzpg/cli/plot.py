@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from byzpg.cli.console import check_plot_path, console, say
+from byzpg.cli.parts import OwnModules
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Plot:
     """File for the plot: .png, .svg or .pdf."""
     title: str = "Learning curves"
     """Title of the plot."""
+    parts: OwnModules = ()
 
     def run(self) -> None:
         check_plot_path(self.output)

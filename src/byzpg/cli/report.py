@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from byzpg.cli.console import console, say
+from byzpg.cli.parts import OwnModules
 
 if TYPE_CHECKING:
     from byzpg.experiments.results import Results
@@ -31,6 +32,7 @@ class Report:
     """File for the report, .html."""
     figures: Path | None = None
     """Directory for the figures as separate .png, .svg and .pdf files. Default: they are not saved separately."""
+    parts: OwnModules = ()
 
     def run(self) -> None:
         from byzpg.experiments.report import write_report

@@ -12,6 +12,7 @@ from byzpg import envs
 from byzpg.cli.console import console, counted, say
 from byzpg.cli.hardware import HardwareOptions, follows_another_process, training_progress
 from byzpg.cli.labels import curves, federation, method
+from byzpg.cli.parts import OwnModules
 from byzpg.config import Settings
 from byzpg.federation.devices import Hardware
 from byzpg.runs import Run, RunDirectory
@@ -30,6 +31,7 @@ class Resume:
 
     directory: tyro.conf.Positional[Path]
     """Directory of the run."""
+    parts: OwnModules = ()
     hardware: HardwareOptions = field(default_factory=Hardware)
 
     def run(self) -> None:

@@ -9,6 +9,7 @@ import tyro
 
 from byzpg.cli.console import say
 from byzpg.cli.hardware import HardwareOptions, follows_another_process
+from byzpg.cli.parts import OwnModules
 from byzpg.cli.resume import COMPARISON, finish
 from byzpg.config import AUTO, Config, Settings
 from byzpg.federation.devices import Hardware
@@ -40,6 +41,7 @@ class Train:
     """Directory for the run, which must be new or empty. Default: runs/TASK-ALGORITHM-ATTACK-1, or the next number."""
     compare: bool = True
     """Also train plain averaging under the same attack."""
+    parts: OwnModules = ()
     hardware: HardwareOptions = field(default_factory=Hardware)
 
     def run(self) -> None:

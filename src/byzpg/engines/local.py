@@ -134,7 +134,9 @@ class LocalWorkers:
             else:
                 RunDirectory.create(path, cell.settings, about)
         with suppress(BrokenPipeError):  # its process has just ended, which `wait` will find out
-            chosen.process.stdin.write(json.dumps({"directories": [str(path) for path in paths]}) + "\n")
+            modules = sorted(set[str]().union(*(cell.settings.own_modules for cell in cells)))
+            asked = {"directories": [str(path) for path in paths], "modules": modules}
+            chosen.process.stdin.write(json.dumps(asked) + "\n")
             chosen.process.stdin.flush()
 
     def wait(self, seconds: float) -> Event | None:

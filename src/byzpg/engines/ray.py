@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from byzpg import training
+from byzpg._parts import Part
 from byzpg.config import Config
 from byzpg.engines.local import environment, num_cores
 from byzpg.experiments.sweeps import Cell, Event
@@ -28,12 +29,13 @@ from byzpg.runs import RunDirectory, packed, provenance, unpacked
 CONNECT_SECONDS = 5.0
 
 
-def train_cell(settings: str, versions: str) -> bytes:
+def train_cell(settings: str, versions: str, modules: str) -> bytes:
     """Train a run inside a Ray worker.
 
     Args:
         settings: The settings, as JSON.
         versions: The driver's versions of packages, as JSON; others are an error.
+        modules: The modules outside byzpg that the settings name, as the driver has them, as JSON; likewise.
 
     Returns:
         A line of JSON about the run, and its results.
@@ -45,6 +47,11 @@ def train_cell(settings: str, versions: str) -> bytes:
     if about["versions"] != json.loads(versions):
         return json.dumps({"failed": f"a worker has {about['versions']}, and the driver {versions}"}).encode()
     try:
+        for values in json.loads(modules):
+            theirs, ours = Part.from_data(values), Part.of(values["module"])
+            if theirs != ours:
+                problem = f"a worker has another {ours.module} than the driver: {ours.as_data()} and {values}"
+                return json.dumps({"failed": problem}).encode()
         run = training.train(Config.of(json.loads(settings), "the cell"))
     except Exception as error:
         return json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()
@@ -94,8 +101,9 @@ class RayWorkers:
     def submit(self, worker: int, cells: Sequence[Cell]) -> None:
         """Train a cell as a task."""
         (cell,) = cells
-        asked = json.dumps(cell.settings.as_data()), json.dumps(provenance()["versions"])
-        self._running[self._task.remote(*asked)] = worker, cell
+        modules = [Part.of(module).as_data() for module in sorted(cell.settings.own_modules)]
+        asked = cell.settings.as_data(), provenance()["versions"], modules
+        self._running[self._task.remote(*map(json.dumps, asked))] = worker, cell
 
     def wait(self, seconds: float) -> Event | None:
         """Wait for a task to end; None if none did within `seconds`."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from byzpg import training
+from byzpg import _parts, training
 from byzpg.federation.devices import keep_programs
 from byzpg.runs import provenance
 
@@ -59,7 +59,9 @@ def main() -> None:
                 answer(kind="training", share=progress.done)
 
         try:
-            training.resume_all([Path(each) for each in json.loads(line)["directories"]], on_progress)
+            question = json.loads(line)
+            _parts.trust(*question["modules"])
+            training.resume_all([Path(each) for each in question["directories"]], on_progress)
         except (KeyboardInterrupt, BrokenPipeError):
             break
         except Exception as error:

@@ -14,12 +14,12 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
+from byzpg import _parts
 from byzpg.envs.spaces import Box, Discrete, Space
 from byzpg.robust.components import Component, nearest
 
@@ -167,10 +167,6 @@ def available() -> dict[str, str]:
     }
 
 
-def on_import(module: str, name: str) -> None:
-    """Called before a module is imported for a task, because its code then runs on this machine; see `byzpg.cli`."""
-
-
 def imported_module(name: str) -> str | None:
     """The module that is imported to make a task, unless it is Gymnasium's or EnvPool's own.
 
@@ -258,8 +254,9 @@ def _environment(name: str, drawn: bool = False) -> Any:
     """Make an environment; with `drawn`, one that renders images, if the task supports it."""
     kind, _, rest = name.partition(":")
     gymnasium = _extra("gymnasium")
-    if (module := imported_module(name)) is not None and module not in sys.modules:
-        on_import(module, name)
+    if (module := imported_module(name)) is not None:
+        kinds = " names of tasks are gymnasium:ID, envpool:ID or module:factory."
+        _parts.load(module, f"the task {name!r}", kinds + nearest(module, EXTRAS))
     if kind != "gymnasium":
         return _from_factory(name, gymnasium)
     make = partial(gymnasium.make, rest, disable_env_checker=True)
@@ -277,14 +274,7 @@ def _environment(name: str, drawn: bool = False) -> Any:
 
 def _from_factory(name: str, gymnasium: ModuleType) -> Any:
     module_name, _, factory_name = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # as with `python -m`
-        sys.path.insert(0, here)
-    try:
-        module = import_module(module_name)
-    except Exception as error:
-        kinds = "names of tasks are gymnasium:ID, envpool:ID or module:factory."
-        _raise(f"{name}: the module {module_name!r} cannot be imported; {kinds}{nearest(module_name, EXTRAS)}", error)
+    module = sys.modules[module_name]
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         raise ValueError(f"{name}: {module_name} has no function {factory_name!r}.{nearest(factory_name, dir(module))}")

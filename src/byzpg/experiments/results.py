@@ -15,6 +15,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from byzpg import _parts
 from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
 from byzpg.experiments.paper import Cell, Experiment, Grid, Panel, texts
@@ -103,7 +104,9 @@ class Results:
         with reading_archive(path, FORMAT, "byzpg reproduce") as (about, arrays):
             runs = {}
             for name, values in about["settings"].items():
-                settings = Config.of(values, f"{path}, {name}").resolved()
+                config = Config.of(values, f"{path}, {name}")
+                _parts.check_trusted(config.own_modules, str(path))
+                settings = config.resolved()
                 metrics = {metric: arrays[f"{name}/{metric}"] for metric in KEPT if f"{name}/{metric}" in arrays}
                 progress = OLD_PROGRESS if f"{name}/{OLD_PROGRESS}" in arrays else "progress"
                 runs[name] = Result(settings, arrays[f"{name}/{progress}"], metrics)

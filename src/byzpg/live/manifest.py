@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
+from byzpg import _parts
 from byzpg._files import write_atomically
 from byzpg.config import Config, Settings
 from byzpg.federation.algorithms import ALGORITHMS
@@ -100,11 +101,21 @@ class Manifest:
             raise ValueError(f"training must hold plain values, components as text: {error}.") from None
 
     def options(self) -> dict[str, Any]:
-        """The options of the training, as far as they are known without building a task that others have named."""
-        return self._config().without_task()
+        """The options of the training, as far as they are known without running code that others have named."""
+        return self._config().without_own_code()
+
+    @property
+    def own_modules(self) -> set[str]:
+        """The modules outside byzpg that it names; nothing is imported."""
+        return self._config().own_modules
 
     def settings(self) -> Settings:
-        """The settings of a simulation that trains the same. A task on the host is built: its code runs here."""
+        """The settings of a simulation that trains the same. The modules that it names are imported.
+
+        Raises:
+            UntrustedCodeError: If the user has not named these modules in this process.
+        """
+        _parts.check_trusted(self.own_modules, "the manifest", remembered=False)
         return self._config().resolved()
 
     def _config(self) -> Config:

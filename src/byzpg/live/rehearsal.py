@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from byzpg._registry import members, parse
+from byzpg._registry import addresses, members, parse
 from byzpg.federation.members import Peer
 from byzpg.live.protocol import Course, Message
-from byzpg.robust.attacks import Attack, MessageAttack, Silent
+from byzpg.robust.attacks import Attack, Knowledge, MessageAttack, Silent
 from byzpg.robust.components import Component, plain_name, unknown
 
 # Faults of the connection rather than of the vectors.
@@ -66,6 +68,8 @@ def parse_attack(text: str) -> Attack | WireFault | Late:
             return fault
     if late := LATE.fullmatch(text):
         return Late(float(late["seconds"]), int(late["victims"] or 0), int(late["rounds"] or 0))
+    if addresses(text):
+        return _own_attack(text)
     name = text.partition("(")[0]
     known = {plain_name(each): each for each in ALONE}
     names = [*ALONE, *WIRE_FAULTS, "late(SECONDS)"]
@@ -78,6 +82,18 @@ def parse_attack(text: str) -> Attack | WireFault | Late:
         raise ValueError(unknown("attack for a live member", name, names))
     attack = parse("attack", text)
     assert isinstance(attack, Attack)
+    return attack
+
+
+def _own_attack(text: str) -> Attack:
+    """An attack from outside byzpg. It is tried with what a live member knows: its own vector, and NaN for others."""
+    attack = parse("attack", text)
+    assert isinstance(attack, Attack)
+    vectors = jnp.full((4, 3), jnp.nan).at[3].set(1.0)
+    knowledge = Knowledge(vectors, jnp.array([3]), jnp.asarray(0), jax.random.key(0))
+    for phase in ("gradients", "parameters"):
+        if bool(jnp.any(jnp.isnan(attack.messages(phase, knowledge, jnp.arange(3))))):
+            raise ValueError(f"attack {attack} needs to know the messages of all members, and a live member does not.")
     return attack
 
 

@@ -12,7 +12,7 @@ The examples start from `import jax`, `import jax.numpy as jnp` and `from byzpg.
 attacker sends to agent 0 while the three honest agents hold the vectors (1, 2), (2, 2) and (3, 5).
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import ClassVar, Literal
@@ -31,6 +31,7 @@ __all__ = [
     "IPM",
     "Attack",
     "AvgZero",
+    "ByzantineSet",
     "Dissensus",
     "Equivocate",
     "FixedSet",
@@ -826,7 +827,23 @@ class MDAFooling(MessageAttack):
 
 
 @dataclass(frozen=True)
-class FixedSet(Component):
+class ByzantineSet(Component, ABC):
+    """Which agents attack in which iteration. Subclasses implement the call."""
+
+    @abstractmethod
+    def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
+        """Return the indices, in ascending order, of the `num_attackers` agents that attack in this iteration.
+
+        Args:
+            num_agents: K, a Python int.
+            num_attackers: How many attack, a Python int.
+            iteration: The iteration of training.
+            key: Random key of the run; fold in the iteration for a draw of its own.
+        """
+
+
+@dataclass(frozen=True)
+class FixedSet(ByzantineSet):
     """The same agents attack in every iteration: the last ones, unless others are named.
 
     Args:
@@ -840,7 +857,6 @@ class FixedSet(Component):
     members: tuple[int, ...] | None = None
 
     def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
-        """Return the indices, in ascending order, of the `num_attackers` agents that attack in this iteration."""
         members = self.members
         if members is None:
             return jnp.arange(num_agents - num_attackers, num_agents)
@@ -852,7 +868,7 @@ class FixedSet(Component):
 
 
 @dataclass(frozen=True)
-class RotatingSet(Component):
+class RotatingSet(ByzantineSet):
     """Different agents attack over time: they are redrawn every `period` iterations.
 
     Args:
@@ -869,9 +885,5 @@ class RotatingSet(Component):
         check_count(self, period=self.period)
 
     def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
-        """Return the indices, in ascending order, of the `num_attackers` agents that attack in this iteration."""
         drawn = jax.random.permutation(jax.random.fold_in(key, iteration // self.period), num_agents)
         return jnp.sort(drawn[:num_attackers])
-
-
-ByzantineSet = FixedSet | RotatingSet

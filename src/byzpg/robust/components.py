@@ -19,7 +19,7 @@ class Component:
     """The base of all components, which are frozen dataclasses.
 
     A component is hashable, so it can be static under jit. It prints as the expression that makes it, so a run can be
-    repeated from its text.
+    repeated from its text. A component from outside byzpg prints with its module, as module:Name(option=value).
     """
 
     # Options that a compiled program may take as data, so that it serves all their values: the component only computes
@@ -28,7 +28,7 @@ class Component:
     numbers: ClassVar[tuple[str, ...]] = ()
 
     def __str__(self) -> str:
-        """Return the shortest expression that makes this component, such as NNM(RFA()) or IPM(epsilon=0.1)."""
+        """Return the shortest expression that makes it: NNM(RFA()), IPM(epsilon=0.1), my_rules:MyRule(size=2)."""
         options = []
         for option in fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, option.name)
@@ -37,7 +37,19 @@ class Component:
                 options.append(text)
             elif value != option.default:
                 options.append(f"{option.name}={text}")
-        return f"{type(self).__name__}({', '.join(options)})"
+        return f"{address(type(self))}({', '.join(options)})"
+
+
+def address(component_class: type) -> str:
+    """How a component's class is named in text: module:Name, or the name alone if it is one of byzpg's.
+
+    A class that cannot be imported by its name, because it is in a function or in the program itself, has its name
+    alone too.
+    """
+    module, name = component_class.__module__, component_class.__qualname__
+    if module.partition(".")[0] in ("byzpg", "__main__") or "<locals>" in name:
+        return component_class.__name__
+    return f"{module}:{name}"
 
 
 C = TypeVar("C", bound="Component")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from byzpg._registry import members, parse
+from byzpg._registry import addresses, members, parse
 from byzpg.config import Config, Settings
 from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.robust.attacks import Attack
@@ -67,7 +67,7 @@ def _parse_attack(text: str) -> Attack | ReplyFault:
         if plain_name(text) == plain_name(fault):
             return fault
     known = [*REPLY_FAULTS, *members("attack")]
-    if plain_name(text.partition("(")[0]) not in map(plain_name, known):
+    if not addresses(text) and plain_name(text.partition("(")[0]) not in map(plain_name, known):
         raise ValueError(f"rehearsal-attack: there is no {text!r}; known: {', '.join(known)}.{nearest(text, known)}")
     attack = parse("attack", text)
     assert isinstance(attack, Attack)
