@@ -259,7 +259,9 @@ class Part:
                 if self.package is not None
                 else f"run this where {self.file} can be imported, such as in its directory"
             )
-            raise ValueError(f"{source} was made with {self._origin}, which cannot be imported here: {fix}. {error}") from None
+            raise ValueError(
+                f"{source} was made with {self._origin}, which cannot be imported here: {fix}. {error}"
+            ) from None
         if (now.sha256, now.version) != (self.sha256, self.version) and (source, self) not in _reported:
             _reported.add((source, self))
             versions = f", from {self.version} to {now.version}" if now.version != self.version else ""

@@ -297,6 +297,13 @@ class RunDirectory:
     def write_provenance(self, about: Mapping[str, Any]) -> None:
         self._write_json("provenance.json", about)
 
+    def read_provenance(self) -> dict[str, Any]:
+        path = self.path / "provenance.json"
+        try:
+            return json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._write_arrays("checkpoint.npz", checkpoint.as_arrays() | {"config": self._config_digest()})
 

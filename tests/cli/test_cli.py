@@ -32,6 +32,7 @@ from byzpg.experiments.results import Result, Results
 from byzpg.experiments.statistics import mean_and_deviation, significant
 from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
 from byzpg.federation.algorithms import ALGORITHMS
+from byzpg.federation.devices import Hardware
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
 Here = Callable[..., subprocess.CompletedProcess[str]]
@@ -246,6 +247,40 @@ def test_plot_compares_runs(run: Path, tmp_path: Path, here: Here) -> None:
     texts = set(re.findall(r"<!-- (.*) -->", (tmp_path / "both.svg").read_text()))
     assert {"ByzPG with RFA", "Fed-PAGE-PG with plain averaging", "Ours [1]", "trajectories per agent"} <= texts
     assert any(text.startswith("interquartile mean") for text in texts)
+
+
+def test_resume_extends_a_run_and_the_one_it_is_compared_with(
+    run: Path, tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it then ends as one long run is tested where runs are tested."""
+    monkeypatch.setattr(Hardware, "start", lambda self: None)  # this process has taken its devices
+    finished = list[Path]()
+    monkeypatch.setattr("byzpg.cli.resume.finish", finished.append)
+    shutil.copytree(run, tmp_path / "longer")
+    done = here("resume", "longer", "--trajectories", "64")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("longer", "longer/plain-averaging"):
+        assert f"{name} is extended from 60 to 64 trajectories per agent.\n" in done.stdout
+        assert RunDirectory.open(tmp_path / name).settings().trajectories == 64
+        assert not load(tmp_path / name).complete
+    assert finished == [Path("longer")]
+    assert here("resume", "longer", "--trajectories", "64").stdout == ""
+
+
+def test_resume_says_what_an_extension_changes(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "start", lambda self: None)
+    settings = Config(num_agents=1, num_byzantine=0, num_seeds=3, decay=0.8, trajectories=100).resolved()
+    made = a_run(Config(num_agents=1, num_byzantine=0, num_seeds=3, decay=0.8))
+    for path in (tmp_path / "mine", tmp_path / paper.run_name(settings)):
+        kept = RunDirectory.create(path, settings)
+        kept.write_checkpoint(Checkpoint(10, [], dict(made.metrics)))
+        kept.write_results(replace(made, parameters={"last": np.zeros((3, 1, 2)), "uniform": np.zeros((3, 1, 2))}))
+    done = here("resume", "mine", "--trajectories", "200")  # and fails later, as its state is made up
+    assert "mine is extended from 100 to 200 trajectories per agent.\n" in done.stdout
+    assert "Its step size decays by 80% over the run: it now goes up again" in done.stdout
+    refused = here("resume", paper.run_name(settings), "--trajectories", "200")
+    assert refused.returncode == 2
+    assert "belongs to a sweep or an experiment, and its name stands for its length" in refused.stderr
 
 
 def a_run(config: Config) -> Run:

@@ -15,11 +15,8 @@ from rich.markup import escape
 
 from byzpg.cli.console import console, errors, say
 from byzpg.cli.membership import Membership
-<<<<<<< HEAD
-from byzpg.experiments.statistics import significant
-=======
 from byzpg.cli.parts import MembersModules
->>>>>>> parts
+from byzpg.experiments.statistics import significant
 from byzpg.federation.devices import keep_programs
 
 if TYPE_CHECKING:  # needs the extra packages

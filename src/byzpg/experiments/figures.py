@@ -319,7 +319,8 @@ def plots(experiment: Experiment, runs: Mapping[str, Result]) -> list[Plot]:
         match experiment.kind:
             case "curves":
                 beside = " Dashed lines are the published curves." if panel.published else ""
-                about = f"{panel.title}: return over trajectories per agent, mean and standard deviation, for {who}."
+                unit = runs[panel.cells[0].run].settings.unit
+                about = f"{panel.title}: return over {unit} per agent, mean and standard deviation, for {who}."
                 return [Plot(panel.title, about + beside, partial(_draw_curves, **given))]
             case "reach":
                 level, unit = level_of(panel), runs[panel.cells[0].run].settings.unit
@@ -395,7 +396,9 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: 
             look = {"linestyle": PUBLISHED_DASHES, "linewidth": 1.1, "zorder": 1.5}
             axes.plot(*curves[cell.label], color=colour, label=f"{cell.label}, published", **look)
         _draw_mean(axes, result.progress, result.returns, colour, label=cell.label, linewidth=1.6)
-    _over_progress(axes, max(runs[cell.run].progress[-1] for cell in panel.cells))
+    _over_progress(
+        axes, max(runs[cell.run].progress[-1] for cell in panel.cells), runs[panel.cells[0].run].settings.unit
+    )
     means = np.concatenate([np.mean(runs[cell.run].returns, axis=0) for cell in panel.cells])
     _return_axis(axes, panel, spread=float(np.ptp(means)))
 
