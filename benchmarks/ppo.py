@@ -203,9 +203,9 @@ def _deployed(run: Run, num_episodes: int) -> list[str]:
     if not num_episodes:
         return ["-", "-"]
     found = []
-    for sample in (True, False):
+    for greedy in (False, True):
         means = [
-            np.mean(evaluate(run.policy(index), run.settings, num_episodes, 10_000, sample=sample, drawn=False)[0])
+            np.mean(evaluate(run.policy(index), run.settings, num_episodes, 10_000, greedy=greedy, drawn=False)[0])
             for index in range(run.settings.num_seeds)
         ]
         found.append(f"{np.mean(means):.0f} (worst {np.min(means):.0f})")

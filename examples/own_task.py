@@ -60,7 +60,7 @@ def main(output: Path) -> None:
 
     policy = run.policy()
     for error in (-2.0, 2.0):
-        action = ("cool", "heat")[int(policy.act(np.array([error])))]
+        action = ("cool", "heat")[int(policy.act(np.array([error]), greedy=True))]
         print(f"The room is {abs(error):.0f} degrees too {'cold' if error < 0 else 'warm'}: {action}")
 
     curve = figures.Curve("DecByzPG, 1 of 5 agents attacks", run.trajectories, run.returns)

@@ -1,13 +1,13 @@
 """What a run reports while it trains, iteration by iteration, and the logs that keep it for other programs.
 
-A log lies in the directory of its run and is written together with the checkpoints. It knows how many iterations it
+A log lies in the directory of its run and is written together with the checkpoints. It knows which iterations it
 holds, so a resumed run writes the missing ones, and none twice.
 """
 
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import isfinite
@@ -40,7 +40,7 @@ class Report:
     iteration: np.ndarray  # [seed], from 0
     progress: np.ndarray  # [seed], trajectories or steps per agent, up to and including the iteration
     unit: Literal["trajectories", "steps"]  # of `progress`
-    large: bool  # whether it sampled a large batch
+    large: np.ndarray  # [seed], whether it sampled a large batch
     metrics: Mapping[str, np.ndarray]  # name: [seed], see docs/reference/metrics.md
 
     def rows(self) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ class Report:
                 "seed": self.seeds[index],
                 "iteration": int(self.iteration[index]),
                 self.unit: int(self.progress[index]),
-                "large": self.large,
+                "large": bool(self.large[index]),
                 **{name: float(values[index]) for name, values in self.metrics.items()},
             }
             for index in np.flatnonzero(self.took_part)
@@ -76,7 +76,9 @@ def reports(
     for entry in range(first, first + number):
         took_part = timetable.takes_part[:, entry]
         done = done + took_part
-        reached = [plan.progress[end - 1] if end else 0 for plan, end in zip(timetable.plans, done, strict=True)]
+        ends = [*zip(timetable.plans, done, strict=True)]
+        reached = [plan.progress[end - 1] if end else 0 for plan, end in ends]
+        large = [plan.large[end - 1] and there for (plan, end), there in zip(ends, took_part, strict=True)]
         yield Report(
             number=entry,
             seeds=settings.seeds,
@@ -84,7 +86,7 @@ def reports(
             iteration=done - 1,
             progress=np.asarray(reached),
             unit=settings.unit,
-            large=bool(timetable.large[entry]),
+            large=np.asarray(large),
             metrics={name: np.where(took_part, values[:, entry - first], np.nan) for name, values in metrics.items()},
         )
 
@@ -92,14 +94,25 @@ def reports(
 class Log:
     """A log in the directory of a run."""
 
-    @property
-    @abstractmethod
-    def written(self) -> int:
-        """How many reports the log holds."""
+    def __init__(self) -> None:
+        self.written: dict[int, int] = {}  # iterations of each seed that the log holds
+
+    def extend(self, reports: Iterable[Report]) -> None:
+        """Write what the log lacks of these reports."""
+        for report in reports:
+            rows = [row for row in report.rows() if row["iteration"] >= self.written.get(row["seed"], 0)]
+            if rows:
+                self.write(rows, report)
+                self.written |= {row["seed"]: row["iteration"] + 1 for row in rows}
+        self.flush()
 
     @abstractmethod
-    def extend(self, reports: Sequence[Report]) -> None:
-        """Write the reports that follow."""
+    def write(self, rows: Sequence[Mapping[str, Any]], report: Report) -> None:
+        """Write rows of a report."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Bring everything to the disk."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -137,29 +150,23 @@ class _JSONLines(Log):
     """The file log.jsonl: one JSON object per seed and iteration, with null where a metric does not apply."""
 
     def __init__(self, directory: Path, settings: Settings) -> None:
+        super().__init__()
         self.file = (directory / "log.jsonl").open("a+b")
         self.file.seek(0)
-        self._written, start, end = 0, 0, 0
+        whole = 0
         for line in self.file:
             try:
-                number = json.loads(line)["report"]
+                row = json.loads(line)
+                self.written[row["seed"]] = row["iteration"] + 1
             except (ValueError, KeyError, TypeError):
-                break
-            if number != self._written:
-                self._written, start = number, end
-            end += len(line)
-        # The last report is written again: the process may have been killed when it had written some of its rows.
-        self.file.truncate(start)
+                break  # the process was killed while it wrote
+            whole += len(line)
+        self.file.truncate(whole)
 
-    @property
-    def written(self) -> int:
-        return self._written
+    def write(self, rows: Sequence[Mapping[str, Any]], report: Report) -> None:
+        self.file.write("".join(json.dumps(_jsonable(row)) + "\n" for row in rows).encode())
 
-    def extend(self, reports: Sequence[Report]) -> None:
-        for report in reports:
-            lines = [json.dumps({"report": report.number, **_jsonable(row)}) + "\n" for row in report.rows()]
-            self.file.write("".join(lines).encode())
-            self._written = report.number + 1
+    def flush(self) -> None:
         self.file.flush()
 
     def close(self) -> None:
@@ -174,27 +181,14 @@ class _Marked(Log):
     """A log that other programs keep; a file of ours beside it says how far it goes."""
 
     def __init__(self, directory: Path, folder: str) -> None:
+        super().__init__()
         self.marker = directory / folder / "written.json"
-        self.about: dict[str, Any] = json.loads(self.marker.read_text()) if self.marker.exists() else {"reports": 0}
+        self.about: dict[str, Any] = json.loads(self.marker.read_text()) if self.marker.exists() else {}
+        self.written |= {int(seed): number for seed, number in self.about.get("iterations", {}).items()}
 
-    @property
-    def written(self) -> int:
-        return self.about["reports"]
-
-    def extend(self, reports: Sequence[Report]) -> None:
-        for report in reports:
-            self.write(report)
-        if reports:
-            self.flush()
-            self.about["reports"] = reports[-1].number + 1
-            text = json.dumps(self.about) + "\n"
-            write_atomically(self.marker, lambda file: file.write(text.encode()))
-
-    @abstractmethod
-    def write(self, report: Report) -> None: ...
-
-    @abstractmethod
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        text = json.dumps(self.about | {"iterations": self.written}) + "\n"
+        write_atomically(self.marker, lambda file: file.write(text.encode()))
 
 
 class _TensorBoard(_Marked):
@@ -206,14 +200,15 @@ class _TensorBoard(_Marked):
 
         self.writer = SummaryWriter(str(directory / "tensorboard"))
 
-    def write(self, report: Report) -> None:
-        for row in report.rows():
+    def write(self, rows: Sequence[Mapping[str, Any]], report: Report) -> None:
+        for row in rows:
             for name in report.metrics:
                 if isfinite(row[name]):
                     self.writer.add_scalar(f"{name}/seed_{row['seed']}", row[name], row[report.unit])
 
     def flush(self) -> None:
         self.writer.flush()
+        super().flush()
 
     def close(self) -> None:
         self.writer.close()
@@ -226,7 +221,7 @@ class _WeightsAndBiases(_Marked):
         super().__init__(directory, "wandb")
         import wandb
 
-        self.about.setdefault("id", uuid4().hex)
+        self.about = {"id": uuid4().hex, "steps": 0} | self.about
         self.marker.parent.mkdir(exist_ok=True)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "byzpg"),
@@ -238,15 +233,13 @@ class _WeightsAndBiases(_Marked):
             settings=wandb.Settings(console="off"),
         )
 
-    def write(self, report: Report) -> None:
+    def write(self, rows: Sequence[Mapping[str, Any]], report: Report) -> None:
         values: dict[str, Any] = {}
-        for row in report.rows():
+        for row in rows:
             named = {name: value for name, value in row.items() if name in (report.unit, *report.metrics)}
             values |= {f"{name}/seed_{row['seed']}": value for name, value in named.items() if isfinite(value)}
-        self.run.log(values, step=report.number)
-
-    def flush(self) -> None:
-        """Nothing to do: another process writes."""
+        self.run.log(values, step=self.about["steps"])
+        self.about["steps"] += 1
 
     def close(self) -> None:
         self.run.finish()

@@ -22,7 +22,7 @@ MISSING = "playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasi
 
 
 def evaluate(
-    policy: TrainedPolicy, settings: Settings, num_episodes: int, seed: int, *, sample: bool, drawn: bool = True
+    policy: TrainedPolicy, settings: Settings, num_episodes: int, seed: int, *, greedy: bool = False, drawn: bool = True
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Play whole episodes with a trained policy.
 
@@ -31,7 +31,7 @@ def evaluate(
         settings: The settings of its run, which name the task.
         num_episodes: The number of episodes.
         seed: Seed of the environment; episode i starts from seed + i.
-        sample: Whether to draw actions from the policy instead of taking the most likely ones.
+        greedy: Whether to take the most likely actions instead of drawing them from the policy, as in training.
         drawn: Whether to keep the frames of the first episode.
 
     Returns:
@@ -50,7 +50,7 @@ def evaluate(
                     if drawn and first == 0 and live[0] == 0 and (picture := stage.picture()) is not None:
                         frames.append(picture)
                     # Also for episodes that have ended, so that it is compiled once.
-                    actions = policy.act(observations, jax.random.fold_in(key, step) if sample else None)
+                    actions = policy.act(observations, None if greedy else jax.random.fold_in(key, step), greedy=greedy)
                     outcome = stage.step(live, actions[live])
                     observations[live] = outcome.observations
                     returns[first + live] += outcome.rewards

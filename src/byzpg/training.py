@@ -21,7 +21,7 @@ from jax.errors import JaxRuntimeError
 from byzpg.config import Config, Settings
 from byzpg.federation import devices
 from byzpg.federation.metrics import METRICS
-from byzpg.federation.schedule import Timetable
+from byzpg.federation.schedule import Extension, Timetable
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState, States
 from byzpg.logs import Log, OnIteration, Report, check_logs, open_log, reports
 from byzpg.runs import Checkpoint, Run, RunDirectory
@@ -103,8 +103,10 @@ def resume(
     *,
     on_iteration: OnIteration | None = None,
     log: Sequence[str] = (),
+    trajectories: int | None = None,
+    steps: int | None = None,
 ) -> Run:
-    """Continue a run from its last checkpoint; a complete run is only loaded.
+    """Continue a run from its last checkpoint; a complete run is only loaded, unless a greater length is given.
 
     On the same machine, with the same number of JAX devices, the result is bit-identical to an uninterrupted run. There
     is one exception: agents with a critic begin new episodes on a host task, whose environments cannot be saved.
@@ -114,12 +116,60 @@ def resume(
         on_progress: As for `train`.
         on_iteration: As for `train`, for the iterations after the checkpoint; `load` has those before it.
         log: As for `train`. Iterations that a log lacks are written first, and none is written twice.
+        trajectories: A new length of the run in all, to which a complete run is extended: see `extend`.
+        steps: The same for algorithms with a critic.
     """
+    extend(directory, trajectories=trajectories, steps=steps)
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
         return kept.read_results()
     with _logging([_Pending(kept.settings(), kept, kept.read_checkpoint())], log) as pending:
         return _Program(pending).run(on_progress, on_iteration)[0]
+
+
+def extend(directory: str | Path, *, trajectories: int | None = None, steps: int | None = None) -> bool:
+    """Give a complete run a greater length, so that `resume` trains it on; with the length that it has, do nothing.
+
+    The last parameters will be bit-identical to those of one long run, with two exceptions. If the step size decays,
+    it depends on the length: the extension follows the schedule of the new length, and so begins with larger steps than
+    the run ended with. The iteration T̂ of the uniform output is the long run's only if it is not over yet; otherwise it
+    stays. T̂ is uniform in either case.
+
+    Args:
+        directory: The directory of the run.
+        trajectories: The number of trajectories per agent, those that are done included.
+        steps: The number of steps per agent, in place of trajectories for algorithms with a critic.
+
+    Returns:
+        Whether the run was extended.
+
+    Raises:
+        ValueError: If the run cannot be extended; it is unchanged then.
+    """
+    kept = RunDirectory.open(Path(directory))
+    settings = kept.settings()
+    unit, given = settings.unit, {"trajectories": trajectories, "steps": steps}
+    for name, length in given.items():
+        if length is not None and name != unit:
+            raise ValueError(f"{name} = {length} has no effect with {settings.algorithm}: set {unit}.")
+    length = given[unit]
+    if length in (None, settings.length):
+        return False
+    if length < settings.length:
+        raise ValueError(f"{directory} has {settings.length} {unit}: {unit} must be at least that, got {length}.")
+    if not kept.complete:
+        raise ValueError(
+            f"{directory} has not reached its {settings.length} {unit}: finish it first with "
+            f"`byzpg resume {directory}`, then extend it."
+        )
+    checkpoint = kept.read_checkpoint()
+    if checkpoint is None:
+        raise ValueError(f"{directory} has no checkpoint.npz, from which it could be extended.")
+    run = kept.read_results()
+    longer = replace(settings, **{unit: length})
+    extension = Extension(run.num_iterations, run.output_iteration)
+    kept.extend(longer, Checkpoint(run.progress.shape[1], checkpoint.state, dict(run.metrics), extension))
+    return True
 
 
 def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = None, log: Sequence[str] = ()) -> None:
@@ -201,7 +251,7 @@ def load(directory: str | Path) -> Run:
         )
     settings = kept.settings()
     simulation = simulation_of(settings)
-    timetable = settings.schedule().timetable(simulation.initial_parameters())
+    timetable = settings.schedule().timetable(simulation.initial_parameters(), checkpoint.extension)
     return _results(settings, timetable, _restored(simulation, timetable, [checkpoint])[0], checkpoint.metrics)
 
 
@@ -244,12 +294,17 @@ class _Pending:
         return self.checkpoint.iteration if self.checkpoint is not None else 0
 
     @property
+    def extension(self) -> Extension | None:
+        return None if self.checkpoint is None else self.checkpoint.extension
+
+    @property
     def program(self) -> Any:
         """Runs with the same value share a program: agents that play alike, the same seeds and coin, equally far."""
         settings = self.settings
         length = (settings.switch_probability, settings.coins, settings.length)
         alone = self.kept if simulation_of(settings).on_host else None
-        return settings.federation().agent.shared, settings.seeds, length, self.begin, alone
+        extended = self.extension and tuple(values.tobytes() for values in vars(self.extension).values())
+        return settings.federation().agent.shared, settings.seeds, length, self.begin, extended, alone
 
     @property
     def batch(self) -> int:
@@ -303,7 +358,8 @@ class _Program:
         self.simulation = simulation_of(*(each.settings for each in pending))
         if devices.leads() and self.simulation.on_host:
             raise ValueError(f"{settings.env} is a host task, which one process plays: leave out coordinator.")
-        self.timetable = settings.schedule().timetable(self.simulation.initial_parameters())
+        self.extension = pending[0].extension
+        self.timetable = settings.schedule().timetable(self.simulation.initial_parameters(), self.extension)
         self.done = pending[0].begin
         self.blocks: list[list[dict[str, np.ndarray]]] = [[] for _ in pending]  # metrics of each run, block by block
         checkpoints = [each.checkpoint for each in pending if each.checkpoint is not None]
@@ -314,6 +370,7 @@ class _Program:
             self.states = self.simulation.start()
         self.venue = self.simulation.venue()
         self.next_save = self.started + CHECKPOINT_SECONDS
+        self.logged = 0  # entries that all logs have; at first they are given all, and pass over those that they have
         self.pace = inf  # seconds per iteration of the last block; nothing is known of the first one
 
     def run(self, on_progress: OnProgress | None, on_iteration: OnIteration | None = None) -> list[Run]:
@@ -357,10 +414,10 @@ class _Program:
     def _log(self) -> None:
         """Bring all logs up to the checkpoint."""
         for each, blocks in zip(self.pending, self.blocks, strict=True):
+            latest = {name: values[:, self.logged :] for name, values in _joined(blocks).items()} if each.logs else {}
             for log in each.logs:
-                first, metrics = log.written, _joined(blocks)
-                missing = {name: values[:, first:] for name, values in metrics.items()}
-                log.extend(list(reports(each.settings, self.timetable, missing, first)))
+                log.extend(reports(each.settings, self.timetable, latest, self.logged))
+        self.logged = self.done
 
     def _run_block(self) -> None:
         began = time.monotonic()
@@ -415,7 +472,8 @@ class _Program:
         began = time.monotonic()
         for each, state, blocks in zip(self.pending, self.simulation.fetched(self.states), self.blocks, strict=True):
             if each.kept is not None:
-                each.kept.write_checkpoint(Checkpoint(self.done, jax.tree.leaves(state), _joined(blocks)))
+                saved = Checkpoint(self.done, jax.tree.leaves(state), _joined(blocks), self.extension)
+                each.kept.write_checkpoint(saved)
         spent = time.monotonic() - began
         self.next_save = time.monotonic() + max(CHECKPOINT_SECONDS, spent / CHECKPOINT_SHARE)
 

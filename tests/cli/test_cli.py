@@ -29,8 +29,10 @@ from byzpg.cli.train import free_directory
 from byzpg.envs import host
 from byzpg.experiments import figures, paper
 from byzpg.experiments.results import Result, Results
+from byzpg.experiments.statistics import mean_and_deviation, significant
 from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
 from byzpg.federation.algorithms import ALGORITHMS
+from byzpg.federation.devices import Hardware
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
 Here = Callable[..., subprocess.CompletedProcess[str]]
@@ -136,18 +138,19 @@ def test_train_trains_compares_and_concludes(trained: tuple[Path, subprocess.Com
     ours, naive = load(run), load(run / "plain-averaging")
     total = int(np.mean(ours.trajectories[:, -1]))
     assert re.search(
-        rf"^{total} of {total} trajectories per agent, return \d+ \(100% done after \d+ s\)$", done.stdout, re.MULTILINE
+        rf"^{total} of {total} trajectories per agent, return [\d.]+ \(100% done after \d+ s\)$",
+        done.stdout,
+        re.MULTILINE,
     )
     rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines() if " never " in line]
     ends = []
     for run_of, row in zip((ours, naive), rows, strict=True):
         late = final_returns(Result.of(run_of))
-        ends.append(f"{late.mean():.0f}")
+        ends.append(significant(late.mean()))
         assert run_of.settings.algorithm in row[0]
-        assert row[1] == f"{late.mean():.0f} ± {late.std():.0f}"
-        assert row[2:] == [
-            *(f"{best_return(Result.of(run_of)):.0f}", "never", f"{attacker_weight(Result.of(run_of)):.1%}")
-        ]
+        assert row[1] == mean_and_deviation(late)
+        best, weight = best_return(Result.of(run_of)), attacker_weight(Result.of(run_of))
+        assert row[2:] == [significant(best), "never", f"{weight:.1%}"]
     assert f"With 1 of 5 agents attacking, ByzPG ends at {ends[0]} and plain averaging at {ends[1]}.\n" in done.stdout
     with Image.open(run / "curves.png") as picture:
         assert picture.format == "PNG"
@@ -246,6 +249,40 @@ def test_plot_compares_runs(run: Path, tmp_path: Path, here: Here) -> None:
     assert any(text.startswith("interquartile mean") for text in texts)
 
 
+def test_resume_extends_a_run_and_the_one_it_is_compared_with(
+    run: Path, tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it then ends as one long run is tested where runs are tested."""
+    monkeypatch.setattr(Hardware, "start", lambda self: None)  # this process has taken its devices
+    finished = list[Path]()
+    monkeypatch.setattr("byzpg.cli.resume.finish", finished.append)
+    shutil.copytree(run, tmp_path / "longer")
+    done = here("resume", "longer", "--trajectories", "64")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("longer", "longer/plain-averaging"):
+        assert f"{name} is extended from 60 to 64 trajectories per agent.\n" in done.stdout
+        assert RunDirectory.open(tmp_path / name).settings().trajectories == 64
+        assert not load(tmp_path / name).complete
+    assert finished == [Path("longer")]
+    assert here("resume", "longer", "--trajectories", "64").stdout == ""
+
+
+def test_resume_says_what_an_extension_changes(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "start", lambda self: None)
+    settings = Config(num_agents=1, num_byzantine=0, num_seeds=3, decay=0.8, trajectories=100).resolved()
+    made = a_run(Config(num_agents=1, num_byzantine=0, num_seeds=3, decay=0.8))
+    for path in (tmp_path / "mine", tmp_path / paper.run_name(settings)):
+        kept = RunDirectory.create(path, settings)
+        kept.write_checkpoint(Checkpoint(10, [], dict(made.metrics)))
+        kept.write_results(replace(made, parameters={"last": np.zeros((3, 1, 2)), "uniform": np.zeros((3, 1, 2))}))
+    done = here("resume", "mine", "--trajectories", "200")  # and fails later, as its state is made up
+    assert "mine is extended from 100 to 200 trajectories per agent.\n" in done.stdout
+    assert "Its step size decays by 80% over the run: it now goes up again" in done.stdout
+    refused = here("resume", paper.run_name(settings), "--trajectories", "200")
+    assert refused.returncode == 2
+    assert "belongs to a sweep or an experiment, and its name stands for its length" in refused.stderr
+
+
 def a_run(config: Config) -> Run:
     trajectories = np.tile(np.arange(1, 11) * 10, (3, 1))
     metrics = {"return_mean": np.linspace(20, 480, 10) + np.zeros((3, 1)), "byzantine_weight": np.full((3, 10), np.nan)}
@@ -309,7 +346,7 @@ def test_the_summary_counts_seeds_that_diverged() -> None:
     every.returns[:, :] = np.nan
     columns = columns_of({Path("some"): some, Path("every"): every})
     assert columns[LAST_TENTH] == ["1 of 3 diverged", "diverged"]
-    assert columns[BEST] == [f"{some.returns[0, 4]:.0f}", "–"]
+    assert columns[BEST] == [significant(some.returns[0, 4]), "–"]
 
 
 def gymnasium_returns(run: Run, episodes: int) -> list[float]:
@@ -320,7 +357,7 @@ def gymnasium_returns(run: Run, episodes: int) -> list[float]:
         returns.append(0.0)
         ended = False
         while not ended:
-            observation, reward, terminated, truncated, _ = environment.step(int(policy.act(observation)))
+            observation, reward, terminated, truncated, _ = environment.step(int(policy.act(observation, greedy=True)))
             returns[-1] += float(reward)
             ended = terminated or truncated
     environment.close()
@@ -334,16 +371,30 @@ def test_play_shows_the_policy_in_the_real_environment(run: Path, tmp_path: Path
     assert done.stderr == ""
     returns = gymnasium_returns(load(run), 3)
     shown = ", ".join(f"{each:g}" for each in returns)
-    assert f"CartPole-v1, 3 episodes: mean return {np.mean(returns):.1f} ({shown})" in done.stdout
+    sampled, greedy = re.findall(r"mean return [\d.]+ \((.+)\)", done.stdout)
+    assert done.stdout.splitlines()[0] == "CartPole-v1, 3 episodes"
+    assert greedy == shown
+    assert f"\n  greedy: mean return {significant(np.mean(returns))} ({shown})\n" in done.stdout
+    assert sampled != greedy
     with Image.open(tmp_path / "play.gif") as animation:
         frames = [np.asarray(frame.convert("RGB")).tobytes() for frame in ImageSequence.Iterator(animation)]
         assert animation.size == (300, 200)
     assert len(set(frames)) > 3
-    assert len(frames) <= returns[0] / 2 + 1
+    assert len(frames) <= float(sampled.split(",")[0]) / 2 + 1
 
-    sampled = here("play", run, *options, "--sample")
-    assert sampled.returncode == 0, sampled.stdout + sampled.stderr
-    assert shown not in sampled.stdout
+    again = here("play", run, *options, "--greedy")
+    assert again.stdout.splitlines()[:3] == done.stdout.splitlines()[:3]
+    with Image.open(tmp_path / "play.gif") as animation:
+        animated = sum(1 for _ in ImageSequence.Iterator(animation))
+    assert len(frames) != animated <= returns[0] / 2 + 1
+
+
+def test_play_tells_the_returns_before_it_writes_files(run: Path, tmp_path: Path, here: Here) -> None:
+    Path(tmp_path / "taken").write_text("a file where the folder should be")
+    done = here("play", run, "--episodes", "1", "--output", "taken/play.gif")
+    assert done.returncode == 2
+    assert "greedy: mean return" in done.stdout
+    assert "taken" in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["gymnasium", "pygame"])
@@ -362,12 +413,13 @@ def test_export_writes_a_policy_and_says_how_to_use_it(kind: str, suffix: str, r
     done = here("export", run, "--format", kind, "--index", "2", "--output", f"folder/policy.{suffix}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    written, shape, use = done.stdout.splitlines()
+    written, shape, use, drawing = done.stdout.splitlines()
     size = Path("folder", f"policy.{suffix}").stat().st_size
     assert written == f"Policy of CartPole-v1: folder/policy.{suffix} ({size:,} bytes)"
     assert shape == "Categorical, layers 4 → 4 → 2 (relu, identity), seed 2, agent 0"
     assert use.startswith("Use it: ")
     assert f"folder/policy.{suffix}" in use
+    assert drawing.startswith("To act as in training, draw from the logits.")
     again = here("export", run, "--format", kind, "--output", f"folder/policy.{suffix}")
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr == f"error: folder/policy.{suffix} already exists: remove it, or choose another file.\n"

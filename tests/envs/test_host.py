@@ -389,7 +389,7 @@ def test_resumed_to_the_bit_on_envpool_and_played(tmp_path: Path) -> None:
     assert_same(resume(tmp_path / "run"), whole)
     assert np.all((whole.returns < -10) & (whole.returns > -1000))
     assert np.all(whole.returns[0] != whole.returns[1])
-    returns, frames = play.evaluate(whole.policy(), whole.settings, 2, 0, sample=False)
+    returns, frames = play.evaluate(whole.policy(), whole.settings, 2, 0, greedy=True)
     assert frames == []
     assert len(set(returns)) == 2
 
@@ -439,7 +439,7 @@ def test_skipped_entries_and_the_output() -> None:
 
 def test_play_renders_tasks_that_can_be_rendered(learnt: tuple[Config, Run, Path]) -> None:
     _, run, _ = learnt
-    returns, frames = play.evaluate(run.policy(), run.settings, 2, 3, sample=False)
+    returns, frames = play.evaluate(run.policy(), run.settings, 2, 3, greedy=True)
     assert len(frames) == returns[0] > 20
     assert frames[0].shape == (400, 600, 3)
     assert np.any(frames[0] != frames[-1])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from byzpg.runs import Run
 
 USE = {
-    "onnx": "onnxruntime.InferenceSession({path!r}).run(['action'], {{'observation': observations}})",
+    "onnx": "onnxruntime.InferenceSession({path!r}).run(['action'], {{'observation': observations}})  # greedy",
     "safetensors": "safetensors.numpy.load_file({path!r}), and the metadata 'about'",
     "numpy": "numpy.load({path!r}), or python examples/act_without_jax.py {path}",
 }
@@ -89,6 +89,8 @@ class Export:
         say(f"Policy of {about['task']}: {output} ({output.stat().st_size:,} bytes)")
         say(f"{about['policy'].capitalize()}, layers {layers} ({kinds}), seed {about['seed']}, agent {about['agent']}")
         say(f"Use it:  {USE[self.format].format(path=str(output))}")
+        outputs = "the logits" if about["policy"] == "categorical" else "mean and log_std"
+        say(f"To act as in training, draw from {outputs}. `byzpg play {directory}` compares greedy and sampled.")
 
 
 def _runs_in(path: Path) -> list[Path]:

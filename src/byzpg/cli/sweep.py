@@ -129,12 +129,14 @@ def _label(group: "Outcome", options: Sequence[str]) -> str:
 
 def _groups_table(groups: "Sequence[Outcome]", options: Sequence[str]) -> Table:
     """A row per group of cells that differ in the seed alone."""
-    from byzpg.cli.tables import BEST, LAST_TENTH, WEIGHT, percent, rounded, spread, summary_table
+    from byzpg.cli.tables import BEST, LAST_TENTH, WEIGHT, percent, spread, summary_table
+    from byzpg.experiments.statistics import significant
 
-    table = summary_table(options, ["seeds", LAST_TENTH, BEST, WEIGHT])
+    several = any(len(group.final_returns) > 1 for group in groups)
+    table = summary_table(options, ["seeds", LAST_TENTH, BEST, WEIGHT], several_seeds=several)
     for group in groups:
         returns = group.final_returns
-        numbers = (f"{len(returns)}", spread(returns), rounded(group.best), percent(group.attacker_weight))
+        numbers = (f"{len(returns)}", spread(returns), significant(group.best), percent(group.attacker_weight))
         table.add_row(*map(escape, _values(group, options)), *numbers)
     return table
 

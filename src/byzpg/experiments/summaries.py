@@ -179,7 +179,7 @@ def scores_by_algorithm(
             theirs = results[other].settings
             if replace(result.settings, seed=theirs.seed, num_seeds=theirs.num_seeds) != theirs:
                 raise ValueError(
-                    f"{other} and {name} are both {label!r} on {theirs.env}, but differ: export them apart."
+                    f"{other} and {name} are both {label!r} on {theirs.env}, but with other options: export them apart."
                 )
             if set(result.settings.seeds) & set(theirs.seeds):
                 raise ValueError(f"{other} and {name} have seeds in common: export one of them.")
