@@ -395,7 +395,26 @@ def _pool_description(name: str, task_id: str) -> HostTask:
     if spec.config.max_num_players > 1:
         raise ValueError(f"{name} has {spec.config.max_num_players} players; byzpg only supports tasks with one.")
     limit = spec.config.max_episode_steps
-    return _described(name, *spaces, None if limit >= NO_LIMIT else limit, spec.reward_threshold)
+    observations, actions = spaces
+    if (size := sum(_sizes(observations).values())) > 0:
+        observations = _extra("gymnasium").spaces.Box(-inf, inf, (size,))
+    return _described(name, observations, actions, None if limit >= NO_LIMIT else limit, spec.reward_threshold)
+
+
+def _sizes(observations: Any) -> dict[str, int]:
+    """The sizes of the vectors that make up an observation, as in DeepMind Control; empty if it has other parts.
+
+    What only a critic may see in training, the privileged state of MuJoCo Playground, is left out.
+    """
+    spaces = _extra("gymnasium").spaces
+    if not isinstance(observations, spaces.Dict):
+        return {}
+    seen = {name: each for name, each in observations.spaces.items() if not name.startswith("privileged")}
+    vectors = all(
+        isinstance(each, spaces.Box) and len(each.shape) <= 1 and np.issubdtype(each.dtype, np.floating)
+        for each in seen.values()
+    )
+    return {name: int(np.prod(each.shape)) for name, each in seen.items()} if vectors else {}
 
 
 @contextmanager
@@ -423,21 +442,29 @@ class _Pool:
         with _without_warnings():
             self.pool = envpool.make(task_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds.tolist())
             self.dtype = self.pool.action_space.dtype
+            self.names = list(_sizes(self.pool.observation_space))
             observations, info = self.pool.reset()
-        return np.asarray(observations, np.float32)[np.argsort(info["env_id"])]
+        return self._features(observations)[np.argsort(info["env_id"])]
 
     def restart(self, episodes: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         observations, info = self.pool.reset(episodes.astype(np.int32))
-        return np.asarray(observations, np.float32)[np.argsort(info["env_id"])]
+        return self._features(observations)[np.argsort(info["env_id"])]
+
+    def _features(self, observations: Any) -> np.ndarray:
+        """The observations [episode, feature], whose vectors stand one after the other."""
+        if self.names:
+            vectors = [np.asarray(observations[name], np.float32) for name in self.names]
+            observations = np.concatenate([each.reshape(len(each), -1) for each in vectors], axis=1)
+        return np.asarray(observations, np.float32)
 
     def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:
         space = self.task.action_space
         actions = actions.astype(self.dtype) if isinstance(space, Discrete) else _clipped(space, actions, self.dtype)
         # A pool steps only the environments whose numbers it is given.
-        *outcome, info = self.pool.step(actions, episodes.astype(np.int32))
+        observations, *outcome, info = self.pool.step(actions, episodes.astype(np.int32))
         order = np.argsort(info["env_id"])
-        observations, rewards, terminated, truncated = (np.asarray(each)[order] for each in outcome)
-        return Outcome(observations.astype(np.float32), rewards.astype(np.float32), terminated, truncated)
+        rewards, terminated, truncated = (np.asarray(each)[order] for each in outcome)
+        return Outcome(self._features(observations)[order], rewards.astype(np.float32), terminated, truncated)
 
     def picture(self) -> None:
         return None
