@@ -24,12 +24,12 @@ class Walk(JaxTask):
 
     def begin(self, key: Array) -> tuple[Any, Array]:
         place = jax.random.uniform(key, (2,), minval=-self.width, maxval=self.width)
-        state = {"place": place, "time": 0}
+        state = {"place": place, "time": 0, "empty": jnp.zeros((0, 2))}
         return state, self._seen(state)
 
     def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
         place = state["place"] + jnp.stack([STEP * (action - 1), jnp.zeros(())])
-        state = {"place": place, "time": state["time"] + 1}
+        state = state | {"place": place, "time": state["time"] + 1}
         return state, self._seen(state), place[0], place[0] < -1
 
     def _seen(self, state: Any) -> Array:
@@ -47,7 +47,8 @@ class Wind(Walk):
     action_space = Box(1, (-1.0,), (1.0,))
 
     def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
-        state = {"place": state["place"] + jnp.append(action, jax.random.uniform(key)), "time": state["time"] + 1}
+        place = state["place"] + jnp.append(action, jax.random.uniform(key))
+        state = state | {"place": place, "time": state["time"] + 1}
         return state, self._seen(state), action[0], False  # pyright: ignore[reportReturnType]
 
 

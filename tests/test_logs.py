@@ -1,6 +1,7 @@
 """Reports of iterations, the logs that keep them, tables and scores of runs."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -230,6 +231,17 @@ def test_a_log_needs_a_directory_and_a_table_needs_pandas(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ValueError, match=r"to_dataframe needs pandas: pip install 'byzpg\[pandas\]'"):
         run.to_dataframe()
+
+
+# The documented table
+
+
+def test_every_metric_is_documented_with_its_unit() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "metrics.md").read_text()
+    units = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \| [^|]+ \|$", page, re.MULTILINE))
+    on_flower = {"stepped", "usable_replies"}
+    assert set(units) == {"seed", "iteration", "trajectories", "steps", "large", *METRICS, *on_flower}
+    assert all(units[name].strip() for name in METRICS)
 
 
 # Scores

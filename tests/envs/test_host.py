@@ -97,6 +97,35 @@ def test_a_name_makes_a_task(task: HostTask) -> None:
     assert hash(envs.make(task.name)) == hash(task)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "first_end"),
+    [
+        ("Hopper-v4", (11, 3), "terminated"),  # MuJoCo
+        ("CartpoleSwingup-v1", (5, 1), "truncated"),  # DeepMind Control: a position and a velocity
+        ("MountainCar-v0", (2, 1), "truncated"),  # classic control
+        ("LunarLander-v3", (8, 1), "terminated"),  # Box2D
+        ("FetchReach-v4", (16, 4), "truncated"),  # Gymnasium-Robotics: an observation and two goals
+    ],
+)
+def test_the_suites_of_envpool(name: str, sizes: tuple[int, int], first_end: str) -> None:
+    task = host_task(f"envpool:{name}")
+    assert task.horizon is not None
+    assert (task.observation_size, task.action_space.size) == sizes
+    action = np.zeros(2, np.int32) if isinstance(task.action_space, Discrete) else np.zeros((2, sizes[1]))
+    with task.stage(2) as stage:
+        seen = stage.reset(np.asarray([1, 2]))
+        np.testing.assert_array_equal(seen, stage.reset(np.asarray([1, 2])))
+        assert np.any(seen[0] != seen[1])
+        for time in range(task.horizon):
+            outcome = stage.step(np.arange(2), action)
+            assert seen.shape == outcome.observations.shape == (2, sizes[0])
+            if np.any(outcome.terminated | outcome.truncated):
+                break
+    assert np.any(getattr(outcome, first_end))
+    assert (time == task.horizon - 1) == (first_end == "truncated")
+    np.testing.assert_array_equal(outcome.truncated, first_end == "truncated")
+
+
 BAD = {
     "gymnasium:CartPole-v7": ["Gymnasium has no task 'CartPole-v7'", "Did you mean 'CartPole-v"],
     "gymnasium:no task": ["gymnasium:no task cannot be made (Error: Malformed environment ID"],

@@ -34,7 +34,7 @@ BRAX_HORIZON = 1000  # the episode_length of brax.envs.create
 class _Ongoing(NamedTuple):
     """One episode, as the rest of byzpg sees it."""
 
-    state: Any
+    state: tuple[Array, ...]  # the arrays of the task's state, without empty ones
     observation: Array  # [feature]
 
 
@@ -84,7 +84,8 @@ class JaxTask(Component):
         """
 
     def reset(self, key: Array) -> _Ongoing:
-        return jax.tree.map(_strict, _Ongoing(*self.begin(key)))
+        state, observation = self.begin(key)
+        return _Ongoing(*jax.tree.map(_strict, (_packed(state), observation)))
 
     def observe(self, state: _Ongoing) -> tuple[Array, ...]:
         return tuple(state.observation[..., i] for i in range(self.observation_size))
@@ -98,8 +99,9 @@ class JaxTask(Component):
             taken = action[0]
             if isinstance(space, Box):
                 taken = jnp.clip(jnp.stack(action), jnp.asarray(space.low), jnp.asarray(space.high))
-            after, observation, reward, terminated = self.advance(before.state, taken, _key_of(noise))
-            after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), _Ongoing(after, observation), before)
+            state, observation, reward, terminated = self.advance(_unpacked(self, before.state), taken, _key_of(noise))
+            after = _Ongoing(_packed(state), observation)
+            after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after, before)
             return after, jnp.asarray(reward, jnp.float32), jnp.asarray(terminated, bool)
 
         for _ in noise[0].shape:
@@ -161,6 +163,25 @@ def text_of(task: Component) -> str:
         if (value := getattr(task, option.name)) != option.default
     ]
     return address(type(task)) + (f"({', '.join(options)})" if options else "")
+
+
+@cache
+def _layout(task: JaxTask) -> tuple[Any, list[Any]]:
+    """The structure of a task's state, and the shapes and types of its arrays."""
+    leaves, structure = jax.tree.flatten(jax.eval_shape(task.begin, jax.random.key(0))[0])
+    return structure, leaves
+
+
+def _packed(state: Any) -> tuple[Any, ...]:
+    return tuple(leaf for leaf in jax.tree.leaves(state) if np.size(leaf))
+
+
+def _unpacked(task: JaxTask, kept: tuple[Array, ...]) -> Any:
+    structure, leaves = _layout(task)
+    found = iter(kept)
+    return jax.tree.unflatten(
+        structure, [next(found) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+    )
 
 
 def _strict(leaf: Any) -> Array:
