@@ -2,16 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from byzpg.cli.console import say
+from byzpg.cli.console import counted, say
+from byzpg.cli.inputs import read_inputs
 from byzpg.cli.labels import method, short
 from byzpg.cli.parts import OwnModules
-
-if TYPE_CHECKING:
-    from byzpg.runs import Run
 
 USE = {
     "onnx": "onnxruntime.InferenceSession({path!r}).run(['action'], {{'observation': observations}})  # greedy",
@@ -33,8 +31,12 @@ class Export:
     Example: byzpg export runs/* --format rliable
     """
 
-    directories: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="DIRECTORY ...")]
-    """Directory of the run, which must be complete; for rliable of several runs, or of folders with runs."""
+    directories: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint="(at least one)"),
+    ]
+    """Directory of the run, which must be complete. For rliable: directories of runs, of sweeps, or of
+    `byzpg reproduce`, or result files, .npz."""
     format: Literal["onnx", "safetensors", "numpy", "rliable"]
     """Format of the file. ONNX and safetensors need `pip install 'byzpg[export]'`."""
     index: int = 0
@@ -47,8 +49,12 @@ class Export:
     parts: OwnModules = ()
 
     def run(self) -> None:
+        if not self.directories:
+            raise ValueError("export needs the directory of a run.")
         if self.format == "rliable":
             self._write_scores()
+        elif len(self.directories) > 1:
+            raise ValueError(f"--format {self.format} is for one run, got {len(self.directories)} directories.")
         else:
             self._write_policy()
 
@@ -62,28 +68,33 @@ class Export:
         from byzpg.experiments.summaries import scores_by_algorithm, write_scores
 
         output = self._output(Path("scores.json"))
-        runs = {path: _complete_run(path) for given in self.directories for path in _runs_in(given)}
-        named = [(method(run.settings), run.settings.env) for run in runs.values()]
-        attacked = len(set(named)) < len(named)  # the same algorithm more than once: under several attacks?
+        inputs = read_inputs(self.directories)
+        if unfinished := [str(path) for path, run in inputs.runs.items() if not run.complete]:
+            raise ValueError(f"{unfinished[0]} is not complete: finish it with `byzpg resume`.")
+        results = {str(path): Result.of(run) for path, run in inputs.runs.items()}
+        results |= {name: result for each in inputs.results for name, result in each.runs.items()}
+        attacks = {short(result.settings.attack) for result in results.values()}
         labels = [
-            f"{label}, {short(run.settings.attack)}" if attacked and run.settings.num_attackers else label
-            for (label, _), run in zip(named, runs.values(), strict=True)
+            method(each.settings) + (f", {short(each.settings.attack)}" if len(attacks) > 1 else "")
+            for each in results.values()
         ]
-        results = {str(path): Result.of(run) for path, run in runs.items()}
         scores, tasks = scores_by_algorithm(results, labels)
         write_scores(scores, output)
-        shape = next(iter(scores.values())).shape
-        say(f"{output}: {', '.join(scores)}; each {shape[0]} runs × {shape[1]} tasks ({', '.join(tasks)})")
+        say(f"Scores: {output}, for the task{'s' * (len(tasks) > 1)} {', '.join(tasks)}")
+        for label, rows in scores.items():
+            say(f"  {label}: {counted(len(rows), 'run')}")
         say(f"Use it:  {{name: numpy.array(rows, float) for name, rows in json.load(open({str(output)!r})).items()}}")
 
     def _write_policy(self) -> None:
         from byzpg import export
+        from byzpg.runs import RunDirectory
 
-        if len(self.directories) != 1:
-            raise ValueError(f"--format {self.format} is for one run, got {len(self.directories)} directories.")
         (directory,) = self.directories
         output = self._output(directory / f"policy{export.FORMATS[self.format].suffix}")
-        run = _complete_run(directory)
+        kept = RunDirectory.open(directory)
+        if not kept.complete:
+            raise ValueError(f"{directory} is not complete: finish it with `byzpg resume {directory}`.")
+        run = kept.read_results()
         about = export.write_policy(run, output, self.format, seed=self.index, agent=self.agent)
         layers, kinds = " → ".join(map(str, about["layers"])), ", ".join(about["activations"])
         say(f"Policy of {about['task']}: {output} ({output.stat().st_size:,} bytes)")
@@ -91,17 +102,3 @@ class Export:
         say(f"Use it:  {USE[self.format].format(path=str(output))}")
         outputs = "the logits" if about["policy"] == "categorical" else "mean and log_std"
         say(f"To act as in training, draw from {outputs}. `byzpg play {directory}` compares greedy and sampled.")
-
-
-def _runs_in(path: Path) -> list[Path]:
-    """The directory itself, or the runs in it."""
-    return [path] if (path / "config.json").is_file() else sorted(each.parent for each in path.rglob("config.json"))
-
-
-def _complete_run(path: Path) -> "Run":
-    from byzpg.runs import RunDirectory
-
-    kept = RunDirectory.open(path)
-    if not kept.complete:
-        raise ValueError(f"{path} is not complete: finish it with `byzpg resume {path}`.")
-    return kept.read_results()

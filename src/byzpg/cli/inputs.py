@@ -1,4 +1,4 @@
-"""What `plot` and `report` read: runs, folders of runs such as sweeps, and results of experiments."""
+"""What `plot`, `report` and the export of scores read: runs, folders of runs such as sweeps, and experiments."""
 
 import shlex
 from collections.abc import Iterator, Sequence

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -17,6 +18,8 @@ from byzpg.config import Settings
 from byzpg.federation.devices import Hardware
 from byzpg.logs import LogName, check_logs
 from byzpg.runs import Run, RunDirectory
+
+Logs = Annotated[tuple[LogName, ...], tyro.conf.arg(help_behavior_hint="")]
 
 COMPARISON = "plain-averaging"  # the folder, in a run's directory, of the run it is compared with
 
@@ -33,7 +36,7 @@ class Resume:
 
     directory: tyro.conf.Positional[Path]
     """Directory of the run."""
-    log: tuple[LogName, ...] = ()
+    log: Logs = ()
     """Logs to write as well, or to continue: see `byzpg train --help`. What a log lacks is written first."""
     trajectories: int | None = None
     """New number of trajectories per agent, to which a finished run is extended; those that are done count. Default:

@@ -10,10 +10,10 @@ import tyro
 from byzpg.cli.console import say
 from byzpg.cli.hardware import HardwareOptions, follows_another_process
 from byzpg.cli.parts import OwnModules
-from byzpg.cli.resume import COMPARISON, finish
+from byzpg.cli.resume import COMPARISON, Logs, finish
 from byzpg.config import AUTO, Config, Settings
 from byzpg.federation.devices import Hardware
-from byzpg.logs import LogName, check_logs
+from byzpg.logs import check_logs
 from byzpg.runs import RunDirectory
 
 # The algorithm that averages plainly, for each that aggregates robustly.
@@ -42,7 +42,7 @@ class Train:
     """Directory for the run, which must be new or empty. Default: runs/TASK-ALGORITHM-ATTACK-1, or the next number."""
     compare: bool = True
     """Also train plain averaging under the same attack."""
-    log: tuple[LogName, ...] = ()
+    log: Logs = ()
     """Logs of all metrics to write into the directory: jsonl (log.jsonl), tensorboard, wandb (Weights & Biases).
     Default: none. Example: --log jsonl tensorboard"""
     parts: OwnModules = ()
