@@ -111,7 +111,7 @@ def test_what_a_callback_raises_ends_the_run_and_nothing_is_lost(tmp_path: Path)
     done = int(part.num_iterations.sum())
     assert_same_rows(read_jsonl(path), rows_of(part))
     # A process that is killed while it writes leaves part of a line.
-    with (path / "log.jsonl").open("a") as file:
+    with (path / "metrics.jsonl").open("a") as file:
         file.write('{"seed": 7, "iter')
     later: list[Report] = []
     run = resume(path, on_iteration=later.append, log=LOGS)
@@ -135,7 +135,7 @@ def test_a_log_that_is_asked_for_later_begins_with_the_first_iteration(tmp_path:
 
     with pytest.raises(StopError):
         train(CONFIG, tmp_path / "run", on_iteration=stop)
-    assert not (tmp_path / "run" / "log.jsonl").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
     resume(tmp_path / "run", log=["jsonl"])
     assert_same_rows(read_jsonl(tmp_path / "run"), rows_of(whole_run()[0]))
 
@@ -160,7 +160,7 @@ def test_a_log_that_fails_ends_the_run_after_its_checkpoint(tmp_path: Path, monk
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_tensorboard(path: Path) -> Iterator[tuple[str, int, np.float32]]:

@@ -122,7 +122,7 @@ def open_log(name: str, directory: Path, settings: Settings) -> Log:
     """Open a log for writing, a new one or one to continue.
 
     Args:
-        name: jsonl (log.jsonl, one line per seed and iteration), tensorboard, or wandb (Weights & Biases).
+        name: jsonl (metrics.jsonl, one line per seed and iteration), tensorboard, or wandb (Weights & Biases).
         directory: The directory of the run.
         settings: Its settings.
 
@@ -147,11 +147,11 @@ def check_logs(names: Sequence[str]) -> None:
 
 
 class _JSONLines(Log):
-    """The file log.jsonl: one JSON object per seed and iteration, with null where a metric does not apply."""
+    """The file metrics.jsonl: one JSON object per seed and iteration, with null where a metric does not apply."""
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         super().__init__()
-        self.file = (directory / "log.jsonl").open("a+b")
+        self.file = (directory / "metrics.jsonl").open("a+b")
         self.file.seek(0)
         whole = 0
         for line in self.file:

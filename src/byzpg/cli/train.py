@@ -43,7 +43,7 @@ class Train:
     compare: bool = True
     """Also train plain averaging under the same attack."""
     log: Logs = ()
-    """Logs of all metrics to write into the directory: jsonl (log.jsonl), tensorboard, wandb (Weights & Biases).
+    """Logs of all metrics to write into the directory: jsonl (metrics.jsonl), tensorboard, wandb (Weights & Biases).
     Default: none. Example: --log jsonl tensorboard"""
     parts: OwnModules = ()
     hardware: HardwareOptions = field(default_factory=Hardware)
