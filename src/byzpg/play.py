@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -71,8 +70,10 @@ def _task(name: str) -> "HostTask | _InJax":
         return task
     if name not in envs.ENVIRONMENTS:
         return _InJax(task)
-    if find_spec("gymnasium") is None:
-        raise ValueError(MISSING)
+    try:
+        import gymnasium  # noqa: F401  (an extra)
+    except ImportError:
+        raise ValueError(MISSING) from None
     return host.describe(f"gymnasium:{name}") if host.in_gymnasium(name) else _InJax(task)
 
 
