@@ -7,16 +7,20 @@ is saved like them. These rules see the rows themselves. Rules that only need di
 
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, field, fields, make_dataclass
+from functools import lru_cache
 from inspect import Parameter, cleandoc, signature
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from byzpg.robust.aggregators import Aggregator
 from byzpg.robust.attacks import Knowledge, MessageAttack
 from byzpg.robust.components import Component, check_array, trying
 from byzpg.robust.geometry import Cloud, computed_if
+from byzpg.robust.rules import SAMPLE_DIMENSION
 
 __all__ = ["FunctionAggregator", "FunctionAttack", "aggregator", "attack"]
 
@@ -56,6 +60,10 @@ class FunctionAggregator(_Function, Aggregator):
             raise ValueError(f"{self}: max_byzantine({num_agents}) must be a whole number, got {most!r}.")
         return most
 
+    def check(self, num_agents: int, num_byzantine: int) -> None:
+        super().check(num_agents, num_byzantine)
+        _call_on_sample(self, num_agents, num_byzantine)
+
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         points, usable = cloud.points()
         if "present" in self.asked_for:
@@ -75,6 +83,26 @@ class FunctionAggregator(_Function, Aggregator):
     def _result(self, rows: Array, num_byzantine: int, present: Array | None, key: Array | None) -> Array:
         given = {"received": rows, "num_byzantine": num_byzantine, "present": present, "key": key}
         return self._call([rows.shape[1:]], **given).astype(rows.dtype)
+
+
+@lru_cache(maxsize=256)
+def _call_on_sample(rule: FunctionAggregator, num_agents: int, num_byzantine: int) -> None:
+    """Call a function with all rows, and with as few as there may be: during training, NaN would spoil all parameters.
+
+    Raises:
+        ValueError: If a result is not finite.
+    """
+    rows = np.random.default_rng(0).normal(size=(num_agents, SAMPLE_DIMENSION)).astype(np.float32)
+    with jax.ensure_compile_time_eval():
+        for missing in sorted({0, num_byzantine}):
+            present = jnp.arange(num_agents) < num_agents - missing
+            usable, left = (rows, 0) if "present" in rule.asked_for else (rows[: num_agents - missing], missing)
+            result = rule._result(jnp.asarray(usable), num_byzantine - left, present, jax.random.key(0))
+            if not np.all(np.isfinite(result)):
+                raise ValueError(
+                    f"{rule}: the function must return finite numbers; got {np.asarray(result)} for "
+                    f"{num_agents - missing} finite rows of {num_agents}, with num_byzantine = {num_byzantine}."
+                )
 
 
 class FunctionAttack(_Function, MessageAttack):
