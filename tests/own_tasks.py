@@ -84,8 +84,8 @@ class Untraceable(Walk):
 @dataclass(frozen=True)
 class Forgetful(Walk):
     def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
-        state, *rest = super().advance(state, action, key)
-        return state["place"], *rest
+        state, seen, reward, ended = super().advance(state, action, key)
+        return state["place"], seen, reward, ended
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from jax import Array, lax
 
 from byzpg.envs import Environment, HostTask, Task
 from byzpg.learning.policies import Policy
-from byzpg.learning.rollouts import ATTACK_ACTIONS, ATTACK_REWARDS, NOISE, RESET, PlayAttacks, where_agents
+from byzpg.learning.rollout_kernel import where_agents
+from byzpg.learning.rollouts import ATTACK_ACTIONS, ATTACK_REWARDS, NOISE, RESET, PlayAttacks
 
 # An environment has one fresh start for so many steps of a segment, and at least one.
 STEPS_PER_START = 32
