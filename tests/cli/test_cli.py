@@ -107,7 +107,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
     """The folder in which a user has trained, and what the command said; the options come from a file and the line."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "tiny.toml").write_text(OPTIONS)
-    done = byzpg("train", "--config", "tiny.toml", "--trajectories", "60", "--attack", "sign-flip", folder=folder)
+    options = ["--trajectories", "60", "--attack", "sign-flip", "--log", "jsonl"]
+    done = byzpg("train", "--config", "tiny.toml", *options, folder=folder)
     return folder, done
 
 
@@ -255,7 +256,7 @@ def test_resume_extends_a_run_and_the_one_it_is_compared_with(
     """That it then ends as one long run is tested where runs are tested."""
     monkeypatch.setattr(Hardware, "start", lambda self: None)  # this process has taken its devices
     finished = list[Path]()
-    monkeypatch.setattr("byzpg.cli.resume.finish", finished.append)
+    monkeypatch.setattr("byzpg.cli.resume.finish", lambda path, log: finished.append(path))
     shutil.copytree(run, tmp_path / "longer")
     done = here("resume", "longer", "--trajectories", "64")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -433,6 +434,29 @@ def test_export_writes_beside_the_run_by_default(run: Path, tmp_path: Path, here
     np.testing.assert_array_equal(theta, load(run).parameters["last"][0, 0])
 
 
+def test_export_writes_scores_for_rliable(run: Path, here: Here) -> None:
+    done = here("export", run, run / "plain-averaging", "--format", "rliable")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[:3] == [
+        "Scores: scores.json, for the task CartPole-v1",
+        "  ByzPG with RFA: 3 runs",
+        "  Fed-PAGE-PG with plain averaging: 3 runs",
+    ]
+    scores = json.loads(Path("scores.json").read_text())
+    np.testing.assert_allclose(np.array(scores["ByzPG with RFA"])[:, 0], final_returns(Result.of(load(run))))
+    again = here("export", run, "--format", "rliable")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == "error: scores.json already exists: remove it, or choose another file.\n"
+
+
+def test_the_log_of_a_run_and_of_the_one_it_is_compared_with(run: Path) -> None:
+    for path in (run, run / "plain-averaging"):
+        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        table = load(path).to_dataframe().sort_values(["iteration", "seed"])
+        rows.sort(key=lambda row: (row["iteration"], row["seed"]))
+        assert [row["return_mean"] for row in rows] == table["return_mean"].tolist()
+
+
 def test_list_names_and_explains_everything(here: Here) -> None:
     done = here("list")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -605,6 +629,10 @@ BAD: dict[str, list[str]] = {
     "export nowhere --format numpy": ["nowhere holds no run: there is no config.json in it."],
     "export started --format numpy": ["started is not complete: finish it with `byzpg resume started`."],
     "export started": ["--format"],
+    "export --format numpy": ["export needs the directory of a run."],
+    "export started nowhere --format numpy": ["--format numpy is for one run, got 2 directories."],
+    "export nowhere --format rliable": ["nowhere holds no run: name the directory of a run"],
+    "train --log csv": ["'csv'", "'jsonl', 'tensorboard', 'wandb'"],
     "export started --format pickle": ["'pickle'", "'onnx', 'safetensors', 'numpy'"],
     "export started --format onnx --output p.npz": ["--output must end in .onnx with --format onnx, got p.npz."],
 }

@@ -197,7 +197,13 @@ def scores_by_algorithm(
 
 
 def write_scores(scores: Mapping[str, np.ndarray], path: Path) -> None:
-    """Write scores as JSON: for each algorithm a list of rows, with null for a seed that diverged."""
+    """Write scores as JSON: for each algorithm a list of rows, with null for a seed that diverged.
+
+    Raises:
+        ValueError: If the file exists.
+    """
+    if path.exists():
+        raise ValueError(f"{path} already exists: remove it, or choose another file.")
     rows = {
         label: [[float(each) if np.isfinite(each) else None for each in row] for row in values]
         for label, values in scores.items()
