@@ -388,7 +388,7 @@ class Config:
     """Optimizer: adam; local-adam, where each agent scales its message by Adam before it is aggregated; plain sgd as in
     the theory; or normalized: steps of length η."""
     step_size: float | Literal["theory"] | None = None
-    """Step size η; theory: computed from p, K, f and the next two options, for SGD."""
+    """Step size η; theory: computed from p, K, f, smoothness and correction_noise, for SGD."""
     smoothness: float = 1e3
     """Smoothness L of the expected return, for step_size = theory, where η ≤ 1/(2L). The default is a guess."""
     correction_noise: float = 1e5
@@ -454,7 +454,7 @@ class Config:
             **_task_defaults(env, preset, name),
             **ALGORITHMS[name].defaults,
             **ALGORITHMS[name].fixed,
-            **self._neutral_options(name),
+            **self.neutral_options(name),
             **given,
             "algorithm": name,
         }
@@ -485,7 +485,7 @@ class Config:
         """Whether an option is given, at another value than one that does nothing."""
         return _built_in_component(option, getattr(self, option)) not in (None, _component(option, neutral))
 
-    def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
+    def neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
         algorithm = ALGORITHMS[algorithm_name]
         has_critic = algorithm.agent.unit == "steps"

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import gymnasium
@@ -24,6 +24,7 @@ from byzpg._registry import FAMILIES, members, summary
 from byzpg.cli import reproduce
 from byzpg.cli.console import console
 from byzpg.cli.labels import curves
+from byzpg.cli.parsing import BASIC
 from byzpg.cli.tables import BEST, LAST_TENTH, SOLVED, WEIGHT, runs_table
 from byzpg.cli.train import free_directory
 from byzpg.envs import host
@@ -454,12 +455,29 @@ def test_help_is_worth_reading(here: Here) -> None:
         "--num-agents INT Number of agents K, attackers included. Default: 13, or 1 for algorithms of one agent alone.",
         "--num-attackers INT Number of agents that really attack.",
         "--attack NAME What attackers do; `byzpg list` shows all attacks. (default: AvgZero)",
-        "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers. (default: set by the preset)",
+        "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers. (default: 16 16)",
+        "Here, defaults are those of the preset tuned for DecByzPPO on CartPole-v1.",
+        "--large-batch INT Number of trajectories N in a large batch. (not used by DecByzPPO)",
         "--directory PATH Directory for the run, which must be new or empty.",
         "Example: byzpg train ",
     ):
         assert line in text
     assert "default: None" not in text
+    # What most people set comes first, and every option is there once.
+    places = [re.search(rf" --{option.name.replace('_', '-')}[ ,]", text) for option in fields(Config)]
+    places = [place.start() for place in places if place]
+    advanced = text.index("advanced options")
+    basic = [option.name for option, place in zip(fields(Config), places, strict=True) if place < advanced]
+    assert {"env", "attack", "aggregator", "step_size"} <= {*basic} == {*BASIC}
+    assert len({*places}) == len(places)
+    other = here("train", "--env", "LunarLander-v3", "--preset=paper", "--num-agents", "9", "--help").stdout
+    text = " ".join(other.replace("│", " ").split())
+    for line in ("that the rules tolerate. Default: ⌊(K − 1)/4⌋, or fewer if the rules tolerate fewer. (here: 2)",):
+        assert line in text
+    for option, value in {"large-batch INT": "96", "discount FLOAT": "0.999", "aggregator NAME": "RFA"}.items():
+        assert re.search(rf"--{option} [^()]+(\([^()]*\(?[^()]*\)?[^()]*\)[^()]*)*\(default: {value}\)", text), option
+    mistaken = here("train", "--algorithm", "nonsense", "--help").stdout  # help is help
+    assert "set by the preset" in mistaken
 
 
 def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here) -> None:

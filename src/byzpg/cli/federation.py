@@ -234,9 +234,10 @@ class Demo:
 
     def _conclude(self, directory: Path, manifest: "Manifest", runs: "Mapping[str, Run]") -> None:
         """Print how the honest members ended, and save their learning curves."""
-        from byzpg.cli.tables import LAST_TENTH, rounded
+        from byzpg.cli.tables import LAST_TENTH
         from byzpg.experiments import figures
         from byzpg.experiments.results import Result
+        from byzpg.experiments.statistics import significant
         from byzpg.experiments.summaries import final_returns, gradient_estimate
 
         settings, last = manifest.settings(), manifest.members[-1].name
@@ -254,7 +255,7 @@ class Demo:
         figures.save(figure, plot)
         say(f"Return of each honest member, {LAST_TENTH} of training:")
         for name, run in runs.items():
-            say(f"{name:>12}  {rounded(float(final_returns(Result.of(run))[0]))}")
+            say(f"{name:>12}  {significant(float(final_returns(Result.of(run))[0]))}")
         say(f"Learning curves: {plot}")
         say(f"Watch it play: byzpg play {directory / next(iter(runs)) / 'run'}")
 
