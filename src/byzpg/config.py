@@ -310,7 +310,7 @@ class Config:
     (2, 2, 'MDA()')
     >>> Config(num_byzantine=4).resolved()
     Traceback (most recent call last):
-    ValueError: MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3.
+    ValueError: MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3, or at least 17 agents.
 
     A component of your own is written module:Name(option=value), as in NNM(my_rules:MyRule(size=2)).
     """
@@ -918,7 +918,10 @@ def _check_components(values: Mapping[str, Any]) -> None:
     if values["rounds"]:
         values["agreement"].check(num_agents, num_byzantine)
     if num_attackers >= num_agents:
-        raise ValueError(f"num_attackers must leave an honest agent: at most {num_agents - 1}, got {num_attackers}.")
+        raise ValueError(
+            f"num_attackers must leave an honest agent: at most {num_agents - 1}, got {num_attackers}, "
+            f"for which num_agents must be at least {num_attackers + 1}."
+        )
     jax.eval_shape(lambda: values["byzantine_set"](num_agents, num_attackers, 0, jax.random.key(0)))
 
 

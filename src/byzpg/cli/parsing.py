@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Union, get_args
+from typing import Annotated, Any, Protocol, Union, get_args, get_type_hints
 
 import tyro
 from tyro.constructors import (
@@ -35,7 +35,7 @@ from byzpg.cli.sweep import Sweep
 from byzpg.cli.train import Train
 from byzpg.cli.watch import Watch
 from byzpg.config import AUTO, Config
-from byzpg.robust.components import Component
+from byzpg.robust.components import Component, synonym
 
 DESCRIPTION = """Byzantine fault-tolerant federated reinforcement learning.
 
@@ -54,6 +54,7 @@ class Command(Protocol):
 
 def parse_command() -> Command:
     """Read the arguments of this process; wrong ones, and --help, end it."""
+    _refuse_synonyms()
     registry = ConstructorRegistry()
     registry.primitive_rule(_component_by_name)
     options = _options_from_file()
@@ -67,6 +68,30 @@ def parse_command() -> Command:
         registry=registry,
         config=(tyro.conf.DisallowNone,),
     )
+
+
+def _refuse_synonyms() -> None:
+    """Raise a ValueError if an option has the name that it has elsewhere; other mistakes are found by the parser."""
+    command = next((each for each in (Train, *COMMANDS) if sys.argv[1:2] == [each.__name__.lower()]), None)
+    known = set() if command is None else set(_options(command))
+    for argument in sys.argv[2:]:
+        name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+        if argument.startswith("--") and name not in known and (meant := synonym(name, known)) is not None:
+            raise ValueError(
+                f"there is no option {argument.partition('=')[0]}. Did you mean --{meant.replace('_', '-')}?"
+            )
+
+
+def _options(kind: Any) -> Iterator[str]:
+    """The names of all options of a command, with those of the groups and commands in it."""
+    if isinstance(kind, type) and is_dataclass(kind) and not issubclass(kind, Component):
+        hints = get_type_hints(kind, include_extras=True)
+        for option in fields(kind):
+            inside = list(_options(hints[option.name]))
+            yield from inside or [option.name]
+    else:
+        for part in get_args(kind):
+            yield from _options(part)
 
 
 def _subcommand(command: type[Command], **options: Any) -> Any:
