@@ -702,3 +702,18 @@ def test_a_run_is_complete_when_all_of_it_is_written(
 
 def test_settings_on_the_disk_are_every_option(folder: Path) -> None:
     assert set(json.loads((folder / "config.json").read_text())) == {option.name for option in fields(Settings)}
+
+
+# Words about runs
+
+
+def test_a_run_and_its_policy_print_in_one_line(run: Run, config: Config, tmp_path: Path) -> None:
+    last = np.mean([returns[np.isfinite(returns)][-1] for returns in run.returns])
+    about = f"Run(CartPole-v1, DecByzPG, 5 agents (1 attacking, {run.settings.attack}), 2 seeds"
+    reached = np.max(run.trajectories)
+    assert repr(run) == f"{about}, {reached} trajectories, last return {last:.4g})"
+    stopped = byzpg.load(interrupted(config, tmp_path / "run"))
+    assert repr(stopped).startswith(f"{about}, {np.max(stopped.trajectories)} of 60 trajectories, last return ")
+    assert "\n" not in repr(run) + repr(stopped)
+    assert repr(run.policy()).startswith("TrainedPolicy(policy=CategoricalMLP(")
+    assert len(repr(run.policy())) < 150

@@ -514,7 +514,7 @@ class Config:
             defaults: Options in place of those that the file leaves out.
         """
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"configuration {path} cannot be read: {error}") from None

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from byzpg import envs
+from byzpg._install import install
 from byzpg.config import Settings
 from byzpg.envs import host
 from byzpg.runs import TrainedPolicy
@@ -29,7 +30,7 @@ def evaluate(
     Returns:
         The returns [episode], and the frames, if the task can be drawn.
     """
-    missing = "playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'."
+    missing = f"playing needs Gymnasium and its renderers: {install('gymnasium')}."
     try:
         import gymnasium  # an extra, and slow to import
     except ImportError:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from io import StringIO
 from pathlib import Path
 
 import gymnasium
@@ -18,11 +19,13 @@ from forking import Forked
 from live_federation import until
 from matplotlib import pyplot
 from PIL import Image, ImageSequence
+from rich.console import Console
 
 from byzpg import Config, __version__, cli, envs, load
+from byzpg._install import install
 from byzpg._registry import FAMILIES, members, summary
 from byzpg.cli import reproduce
-from byzpg.cli.console import console
+from byzpg.cli.console import console, survive_any_terminal
 from byzpg.cli.labels import curves
 from byzpg.cli.parsing import BASIC
 from byzpg.cli.tables import BEST, LAST_TENTH, SOLVED, WEIGHT, runs_table
@@ -405,7 +408,7 @@ def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path:
     before = contents(run)
     first = os.pathsep.join([str(tmp_path / "shim"), os.environ.get("PYTHONPATH", "")])
     assert forked("play", run, "--episodes", "1", folder=tmp_path, PYTHONPATH=first).wait() == 2
-    assert said(tmp_path)[1] == "error: playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'.\n"
+    assert said(tmp_path)[1] == f"error: playing needs Gymnasium and its renderers: {install('gymnasium')}.\n"
     assert contents(run) == before
 
 
@@ -491,6 +494,44 @@ def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here)
         assert words[0].endswith("."), name
         assert "Example: byzpg" in help_text or name == "list", name
         assert "default: None" not in help_text, name
+
+
+def test_output_needs_no_utf_8_and_no_reader(tmp_path: Path) -> None:
+    plain = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = byzpg("list", folder=tmp_path, **plain)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the mean of the K - f rows" in done.stdout
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread:
+        for arguments in (["list"], ["train", "--help"]):  # from rich, and from tyro
+            with (tmp_path / "err").open("w") as errors:
+                code = Forked(*arguments, stdout=unread, stderr=errors, folder=tmp_path).wait()
+            assert (code, (tmp_path / "err").read_text()) == (141, "")
+
+
+def test_plain_characters_can_be_read(here: Here) -> None:
+    survive_any_terminal()
+    for text, expected in {
+        "θ̂ ← β m ± 2σ": "theta <- beta m +/- 2sigma",
+        "‖x‖² ≤ ⌊K/4⌋ …": "||x||^2 <= floor(K/4) ...",
+        "Grötschla – 3 × 4": "Grotschla - 3 x 4",
+        "╭─ a │": "+- a |",
+    }.items():
+        assert text.encode("ascii", "byzpg-plain").decode() == expected
+    for command in (["train", "--help"], ["list"], ["reproduce", "--help"], ["certify", "--help"]):
+        text = here(*command).stdout
+        assert text.encode("ascii", "byzpg-plain").decode().count("?") == text.count("?"), command
+
+
+def test_numbers_stay_whole_on_narrow_terminals() -> None:
+    runs = {Path("a/long/path/of/a/run/that/is/folded"): a_run(Config())}
+    narrow = Console(width=60, file=StringIO())
+    narrow.print(runs_table(runs, with_paths=True))
+    text = narrow.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert mean_and_deviation(final_returns(Result.of(next(iter(runs.values()))))) in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 60
 
 
 def test_version(here: Here) -> None:

@@ -28,7 +28,7 @@ class Export:
     directory: tyro.conf.Positional[Path]
     """Directory of the run, which must be complete."""
     format: Literal["onnx", "safetensors", "numpy"]
-    """Format of the file. ONNX and safetensors need `pip install 'byzpg[export]'`."""
+    """Format of the file. ONNX and safetensors need the extra `export` of byzpg."""
     index: int = 0
     """Index of the training seed whose policy is written, from 0."""
     agent: int = 0

@@ -294,7 +294,7 @@ def _report_equivocations(directory: Path, honest: Sequence[str]) -> None:
     holders: defaultdict[str, set[str]] = defaultdict(set)
     for holder in honest:
         for path in (directory / holder / "evidence").glob("*.json"):
-            evidence = json.loads(path.read_text())
+            evidence = json.loads(path.read_text(encoding="utf-8"))
             rounds[evidence["member"]].add(evidence["step"])
             holders[evidence["member"]].add(holder)
     for name in sorted(rounds):
@@ -310,7 +310,7 @@ def _report_equivocations(directory: Path, honest: Sequence[str]) -> None:
 
 def _is_ready(directory: Path) -> bool:
     log = directory / "log.jsonl"
-    return log.is_file() and '"event": "ready"' in log.read_text()
+    return log.is_file() and '"event": "ready"' in log.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
