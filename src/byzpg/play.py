@@ -36,6 +36,7 @@ def evaluate(
     except ImportError:
         raise ValueError(missing) from None
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames stay in memory; without this, SDL looks for a screen
+    os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # nor is there sound
     task = host.describe(f"gymnasium:{settings.env}" if settings.env in envs.ENVIRONMENTS else settings.env)
     returns, frames = np.zeros(num_episodes), []
     try:

@@ -27,7 +27,7 @@ def main() -> None:
             if sys.stdout is not None:  # it may be closed
                 sys.stdout.flush()
     except BrokenPipeError:
-        if not reader_is_gone():
+        if sys.stdout is None or not reader_is_gone():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
         _exit(BROKEN_PIPE)
@@ -49,7 +49,7 @@ def _main() -> None:
         complain(f"{error.problem}: if you trust that code, add --parts {' '.join(error.modules)}")
         _exit(2)
     except (ValueError, OSError, SearchLimitError) as error:
-        if isinstance(error, BrokenPipeError) and reader_is_gone():
+        if isinstance(error, BrokenPipeError) and sys.stdout is not None and reader_is_gone():
             raise
         complain(str(error))
         _exit(2)

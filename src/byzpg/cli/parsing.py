@@ -176,13 +176,10 @@ class _Help:
         """The options of `Config`, those that few people set in a group of their own."""
         self._advanced = [option for option in options if option.name not in BASIC]
         about = f"Options that few people set. {self._heading}".rstrip()
-        group = StructFieldSpec(
-            name="advanced",
-            type=Annotated[
-                tyro.conf.OmitArgPrefixes[_Advanced], tyro.conf.arg(name="advanced", help=about, prefix_name=False)
-            ],
-            default=tyro.MISSING,
-        )
+        shown: Any = Annotated[
+            tyro.conf.OmitArgPrefixes[_Advanced], tyro.conf.arg(name="advanced", help=about, prefix_name=False)
+        ]
+        group = StructFieldSpec(name="advanced", type=shown, default=tyro.MISSING)
         return StructConstructorSpec(
             instantiate=lambda advanced, **basic: Config(**basic, **advanced),
             fields=(*(option for option in options if option.name in BASIC), group),
