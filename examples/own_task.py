@@ -3,7 +3,7 @@
     python examples/own_task.py
     python examples/own_task.py --output plots
 
-Needs `pip install 'byzpg[gymnasium]'`. Five agents learn to keep a room at the right temperature; one of them sends
+Needs `pip install '.[gymnasium]'` in the clone. Five agents learn to keep a room at the right temperature; one sends
 false gradients. The task is named by `module:factory`, here `own_task:make`, so it works on the command line as well:
 `cd examples && byzpg train --env own_task:make`.
 """

@@ -3,7 +3,7 @@
     python examples/use_policy.py
     python examples/use_policy.py --run runs/CartPole-v1-DecByzPPO-AvgZero-1 --output plots
 
-Needs `pip install 'byzpg[gymnasium]'`. `run.policy()` is an ordinary object: `act` takes an observation as a NumPy
+Needs `pip install '.[gymnasium]'` in the clone. `run.policy()` is an ordinary object: `act` takes an observation as an
 array and returns an action, drawn as in training, and needs no federation around it. The script keeps the run that it
 trains in the output folder, so that a second call loads it. It plays ten episodes and writes an animation of the first.
 """

@@ -208,8 +208,8 @@ def read_wandb(path: Path) -> list[dict[str, Any]]:
     ("names", "message"),
     [
         (["csv"], "there is no log 'csv'; known: jsonl, tensorboard, wandb"),
-        (["tensorboard"], r"the log tensorboard needs a package: pip install 'byzpg\[tensorboard\]'"),
-        (["wandb"], r"the log wandb needs a package: pip install 'byzpg\[wandb\]'"),
+        (["tensorboard"], r"the log tensorboard needs a package: pip install .*\[tensorboard\]"),
+        (["wandb"], r"the log wandb needs a package: pip install .*\[wandb\]"),
     ],
 )
 def test_logs_that_cannot_be_written_are_refused_before_anything_is(
@@ -229,7 +229,7 @@ def test_a_log_needs_a_directory_and_a_table_needs_pandas(monkeypatch: pytest.Mo
         train(CONFIG, log=["jsonl"])
     run, _ = whole_run()
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ValueError, match=r"to_dataframe needs pandas: pip install 'byzpg\[pandas\]'"):
+    with pytest.raises(ValueError, match=r"to_dataframe needs pandas: pip install .*\[pandas\]"):
         run.to_dataframe()
 
 

@@ -271,7 +271,7 @@ def test_actions_are_drawn_as_often_as_the_policy_says(run: Run) -> None:
     for drawn in (policy.act(many, jax.random.key(0)), policy.act(many)):
         assert abs(np.mean(drawn) - probability) < 4 * (probability * (1 - probability) / 20_000) ** 0.5
     assert policy.act(seen, greedy=True) == (probability > 0.5)
-    np.testing.assert_array_equal(*(policy.act(many, jax.random.key(0)) for _ in range(2)))
+    np.testing.assert_array_equal(policy.act(many, jax.random.key(0)), policy.act(many, jax.random.key(0)))
     assert np.any(policy.act(many, jax.random.key(0)) != policy.act(many, jax.random.key(1)))
     assert policy.act(seen, jax.random.key(0)).shape == ()
     with pytest.raises(ValueError, match="greedy actions are not drawn: leave out key, or greedy"):
@@ -490,12 +490,10 @@ def test_an_extension_that_stops_anywhere_is_the_same(
 
 def test_an_extension_that_makes_no_sense_is_one_error(config: Config, folder: Path, tmp_path: Path) -> None:
     before = contents(folder)
-    for options, words in (
-        ({"trajectories": 59}, "has 60 trajectories: trajectories must be at least that, got 59"),
-        ({"steps": 99}, "steps = 99 has no effect with DecByzPG: set trajectories"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            byzpg.resume(folder, **options)
+    with pytest.raises(ValueError, match="has 60 trajectories: trajectories must be at least that, got 59"):
+        byzpg.resume(folder, trajectories=59)
+    with pytest.raises(ValueError, match="steps = 99 has no effect with DecByzPG: set trajectories"):
+        byzpg.resume(folder, steps=99)
     assert contents(folder) == before
     unfinished = interrupted(config, tmp_path / "unfinished")
     with pytest.raises(ValueError, match="has not reached its 60 trajectories: finish it first"):
@@ -702,3 +700,18 @@ def test_a_run_is_complete_when_all_of_it_is_written(
 
 def test_settings_on_the_disk_are_every_option(folder: Path) -> None:
     assert set(json.loads((folder / "config.json").read_text())) == {option.name for option in fields(Settings)}
+
+
+# Words about runs
+
+
+def test_a_run_and_its_policy_print_in_one_line(run: Run, config: Config, tmp_path: Path) -> None:
+    last = np.mean([returns[np.isfinite(returns)][-1] for returns in run.returns])
+    about = f"Run(CartPole-v1, DecByzPG, 5 agents (1 attacking, {run.settings.attack}), 2 seeds"
+    reached = np.max(run.trajectories)
+    assert repr(run) == f"{about}, {reached} trajectories, last return {last:.4g})"
+    stopped = byzpg.load(interrupted(config, tmp_path / "run"))
+    assert repr(stopped).startswith(f"{about}, {np.max(stopped.trajectories)} of 60 trajectories, last return ")
+    assert "\n" not in repr(run) + repr(stopped)
+    assert repr(run.policy()).startswith("TrainedPolicy(policy=CategoricalMLP(")
+    assert len(repr(run.policy())) < 150

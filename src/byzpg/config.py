@@ -314,7 +314,7 @@ class Config:
     (2, 2, 'MDA()')
     >>> Config(num_byzantine=4).resolved()
     Traceback (most recent call last):
-    ValueError: MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3.
+    ValueError: MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3, or at least 17 agents.
 
     A component of your own is written module:Name(option=value), as in NNM(my_rules:MyRule(size=2)).
     """
@@ -393,7 +393,7 @@ class Config:
     """Optimizer: adam; local-adam, where each agent scales its message by Adam before it is aggregated; plain sgd as in
     the theory; or normalized: steps of length η."""
     step_size: float | Literal["theory"] | None = None
-    """Step size η; theory: computed from p, K, f and the next two options, for SGD."""
+    """Step size η; theory: computed from p, K, f, smoothness and correction_noise, for SGD."""
     smoothness: float = 1e3
     """Smoothness L of the expected return, for step_size = theory, where η ≤ 1/(2L). The default is a guess."""
     correction_noise: float = 1e5
@@ -464,7 +464,7 @@ class Config:
             **_task_defaults(env, preset, name),
             **ALGORITHMS[name].defaults,
             **ALGORITHMS[name].fixed,
-            **self._neutral_options(name),
+            **self.neutral_options(name),
             **given,
             "algorithm": name,
         }
@@ -495,7 +495,7 @@ class Config:
         """Whether an option is given, at another value than one that does nothing."""
         return _built_in_component(option, getattr(self, option)) not in (None, _component(option, neutral))
 
-    def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
+    def neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
         algorithm = ALGORITHMS[algorithm_name]
         has_critic = algorithm.agent.unit == "steps"
@@ -524,7 +524,7 @@ class Config:
             defaults: Options in place of those that the file leaves out.
         """
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"configuration {path} cannot be read: {error}") from None
@@ -930,7 +930,10 @@ def _check_components(values: Mapping[str, Any]) -> None:
     if values["rounds"]:
         values["agreement"].check(num_agents, num_byzantine)
     if num_attackers >= num_agents:
-        raise ValueError(f"num_attackers must leave an honest agent: at most {num_agents - 1}, got {num_attackers}.")
+        raise ValueError(
+            f"num_attackers must leave an honest agent: at most {num_agents - 1}, got {num_attackers}, "
+            f"for which num_agents must be at least {num_attackers + 1}."
+        )
     values["attack"].check(num_agents, num_attackers, num_byzantine, values["aggregator"])
     byzantine_set = values["byzantine_set"]
     with trying(byzantine_set, "its call") if is_own(type(byzantine_set)) else nullcontext():

@@ -15,6 +15,7 @@ import numpy as np
 
 from byzpg import envs
 from byzpg._files import write_atomically
+from byzpg._install import install
 from byzpg.envs.spaces import LARGEST, Box
 from byzpg.runs import Run, TrainedPolicy
 
@@ -54,7 +55,7 @@ def write_policy(run: Run, path: Path, kind: str, *, seed: int = 0, agent: int =
     try:
         content = FORMATS[kind].encode(_arrays(trained), about)
     except ImportError:
-        raise ValueError(f"the format {kind} needs more packages: pip install 'byzpg[export]'.") from None
+        raise ValueError(f"the format {kind} needs more packages: {install('export')}.") from None
     write_atomically(path, lambda file: file.write(content))
     return about
 

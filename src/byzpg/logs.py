@@ -18,6 +18,7 @@ from uuid import uuid4
 import numpy as np
 
 from byzpg._files import write_atomically
+from byzpg._install import install
 from byzpg.config import Settings
 from byzpg.federation.schedule import Timetable
 from byzpg.robust.components import unknown
@@ -143,7 +144,7 @@ def check_logs(names: Sequence[str]) -> None:
             try:
                 import_module(PACKAGES[name])
             except ImportError:
-                raise ValueError(f"the log {name} needs a package: pip install 'byzpg[{name}]'.") from None
+                raise ValueError(f"the log {name} needs a package: {install(name)}.") from None
 
 
 class _JSONLines(Log):

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from byzpg import envs
+from byzpg._install import install
 from byzpg.config import Settings
 from byzpg.envs import HostTask, host
 from byzpg.runs import TrainedPolicy
 
 AT_ONCE = 100  # episodes that are played side by side
-MISSING = "playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'."
 
 
 def evaluate(
@@ -37,6 +37,7 @@ def evaluate(
         The returns [episode], and the frames, if the task can be drawn.
     """
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # frames stay in memory; without this, SDL looks for a screen
+    os.environ.setdefault("SDL_AUDIODRIVER", "dummy")  # nor is there sound
     task = _task(settings.env)
     returns, frames = np.zeros(num_episodes), []
     try:
@@ -59,8 +60,12 @@ def evaluate(
     except Exception as error:
         if type(error).__name__ != "DependencyNotInstalled":  # of Gymnasium, which is an extra
             raise
-        raise ValueError(MISSING) from None
+        raise ValueError(_missing()) from None
     return returns, frames
+
+
+def _missing() -> str:
+    return f"playing needs Gymnasium and its renderers: {install('gymnasium')}."
 
 
 def _task(name: str) -> "HostTask | _InJax":
@@ -73,7 +78,7 @@ def _task(name: str) -> "HostTask | _InJax":
     try:
         import gymnasium  # noqa: F401  (an extra)
     except ImportError:
-        raise ValueError(MISSING) from None
+        raise ValueError(_missing()) from None
     return host.describe(f"gymnasium:{name}") if host.in_gymnasium(name) else _InJax(task)
 
 

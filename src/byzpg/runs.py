@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from byzpg import _parts
 from byzpg._files import write_atomically
+from byzpg._install import install
 from byzpg.config import Config, Settings
 from byzpg.federation.schedule import Extension, Plan
 from byzpg.learning.policies import Policy
@@ -139,6 +140,15 @@ class Run:
             complete=all(end == plan.num_iterations for plan, end in zip(plans, ends, strict=True)),
         )
 
+    def __repr__(self) -> str:
+        settings, ends = self.settings, self.num_iterations - 1
+        attack = f" ({settings.num_attackers} attacking, {settings.attack})" if settings.num_attackers else ""
+        agents = f"{settings.num_agents} agent{'s' * (settings.num_agents > 1)}{attack}"
+        seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
+        reached = f"{np.max(self.progress)}{'' if self.complete else f' of {settings.length}'} {settings.unit}"
+        last = np.mean(self.returns[np.arange(len(ends)), ends])
+        return f"Run({settings.env}, {settings.algorithm}, {agents}, {seeds}, {reached}, last return {last:.4g})"
+
     @property
     def num_iterations(self) -> np.ndarray:
         """The number of iterations [seed] that are done."""
@@ -192,7 +202,7 @@ class Run:
         try:
             import pandas
         except ImportError:
-            raise ValueError("to_dataframe needs pandas: pip install 'byzpg[pandas]'.") from None
+            raise ValueError(f"to_dataframe needs pandas: {install('pandas')}.") from None
         seed, iteration = np.nonzero(np.arange(self.progress.shape[1]) < self.num_iterations[:, None])
         columns: dict[str, np.ndarray] = {
             "seed": self.settings.seed + seed,
@@ -313,7 +323,7 @@ class RunDirectory:
         if not path.is_file():
             return []
         with _reading(str(path)):
-            return [_parts.Part.from_data(values) for values in json.loads(path.read_text())["modules"]]
+            return [_parts.Part.from_data(values) for values in json.loads(path.read_text(encoding="utf-8"))["modules"]]
 
     @property
     def complete(self) -> bool:
@@ -325,7 +335,7 @@ class RunDirectory:
     def read_provenance(self) -> dict[str, Any]:
         path = self.path / "provenance.json"
         try:
-            return json.loads(path.read_text())
+            return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
 

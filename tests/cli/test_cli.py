@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from io import StringIO
 from pathlib import Path
 
 import gymnasium
@@ -18,12 +19,15 @@ from forking import Forked
 from live_federation import until
 from matplotlib import pyplot
 from PIL import Image, ImageSequence
+from rich.console import Console
 
 from byzpg import Config, __version__, cli, envs, load
+from byzpg._install import install
 from byzpg._registry import FAMILIES, members, summary
 from byzpg.cli import reproduce
-from byzpg.cli.console import console
+from byzpg.cli.console import console, survive_any_terminal
 from byzpg.cli.labels import curves
+from byzpg.cli.parsing import BASIC
 from byzpg.cli.tables import BEST, LAST_TENTH, SOLVED, WEIGHT, runs_table
 from byzpg.cli.train import free_directory
 from byzpg.envs import host
@@ -375,7 +379,7 @@ def test_play_shows_the_policy_in_the_real_environment(run: Path, tmp_path: Path
     sampled, greedy = re.findall(r"mean return [\d.]+ \((.+)\)", done.stdout)
     assert done.stdout.splitlines()[0] == "CartPole-v1, 3 episodes"
     assert greedy == shown
-    assert f"\n  greedy: mean return {significant(np.mean(returns))} ({shown})\n" in done.stdout
+    assert f"\n  greedy: mean return {significant(sum(returns) / 3)} ({shown})\n" in done.stdout
     assert sampled != greedy
     with Image.open(tmp_path / "play.gif") as animation:
         frames = [np.asarray(frame.convert("RGB")).tobytes() for frame in ImageSequence.Iterator(animation)]
@@ -405,7 +409,7 @@ def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path:
     before = contents(run)
     first = os.pathsep.join([str(tmp_path / "shim"), os.environ.get("PYTHONPATH", "")])
     assert forked("play", run, "--episodes", "1", folder=tmp_path, PYTHONPATH=first).wait() == 2
-    assert said(tmp_path)[1] == "error: playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'.\n"
+    assert said(tmp_path)[1] == f"error: playing needs Gymnasium and its renderers: {install('gymnasium')}.\n"
     assert contents(run) == before
 
 
@@ -478,12 +482,28 @@ def test_help_is_worth_reading(here: Here) -> None:
         "--num-agents INT Number of agents K, attackers included. Default: 13, or 1 for algorithms of one agent alone.",
         "--num-attackers INT Number of agents that really attack.",
         "--attack NAME What attackers do; `byzpg list` shows all attacks. (default: AvgZero)",
-        "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers. (default: set by the preset)",
+        "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers. (default: 16 16)",
+        "Here, defaults are those of the preset tuned for DecByzPPO on CartPole-v1.",
+        "--large-batch INT Number of trajectories N in a large batch. (not used by DecByzPPO)",
         "--directory PATH Directory for the run, which must be new or empty.",
         "Example: byzpg train ",
     ):
         assert line in text
     assert "default: None" not in text
+    # What most people set comes first, and every option is there once.
+    places = [re.search(rf" --{option.name.replace('_', '-')}[ ,]", text) for option in fields(Config)]
+    places = [place.start() for place in places if place]
+    advanced = text.index("advanced options")
+    basic = [option.name for option, place in zip(fields(Config), places, strict=True) if place < advanced]
+    assert {"env", "attack", "aggregator", "step_size"} <= {*basic} == {*BASIC}
+    assert len({*places}) == len(places)
+    other = here("train", "--env", "LunarLander-v3", "--preset=paper", "--num-agents", "9", "--help").stdout
+    text = " ".join(other.replace("│", " ").split())
+    told = {"num-byzantine": "(here: 2)", "large-batch": "(default: 96)", "discount": "(default: 0.999)"}
+    for option, value in told.items():
+        assert text.split(f" --{option} ")[1].split(" --")[0].endswith(value), option
+    mistaken = here("train", "--algorithm", "nonsense", "--help").stdout  # help is help
+    assert "set by the preset" in mistaken
 
 
 def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here) -> None:
@@ -498,6 +518,44 @@ def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here)
         assert words[0].endswith("."), name
         assert "Example: byzpg" in help_text or name == "list", name
         assert "default: None" not in help_text, name
+
+
+def test_output_needs_no_utf_8_and_no_reader(tmp_path: Path) -> None:
+    plain = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = byzpg("list", folder=tmp_path, **plain)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the mean of the K - f rows" in done.stdout
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread:
+        for arguments in (["list"], ["train", "--help"]):  # from rich, and from tyro
+            with (tmp_path / "err").open("w") as errors:
+                code = Forked(*arguments, stdout=unread, stderr=errors, folder=tmp_path).wait()
+            assert (code, (tmp_path / "err").read_text()) == (141, "")
+
+
+def test_plain_characters_can_be_read(here: Here) -> None:
+    survive_any_terminal()
+    for text, expected in {
+        "θ̂ ← β m ± 2σ": "theta <- beta m +/- 2sigma",
+        "‖x‖² ≤ ⌊K/4⌋ …": "||x||^2 <= floor(K/4) ...",
+        "Grötschla – 3 × 4": "Grotschla - 3 x 4",
+        "╭─ a │": "+- a |",
+    }.items():
+        assert text.encode("ascii", "byzpg-plain").decode() == expected
+    for command in (["train", "--help"], ["list"], ["reproduce", "--help"], ["certify", "--help"]):
+        text = here(*command).stdout
+        assert text.encode("ascii", "byzpg-plain").decode().count("?") == text.count("?"), command
+
+
+def test_numbers_stay_whole_on_narrow_terminals() -> None:
+    runs = {Path("a/long/path/of/a/run/that/is/folded"): a_run(Config())}
+    narrow = Console(width=60, file=StringIO())
+    narrow.print(runs_table(runs, with_paths=True))
+    text = narrow.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert mean_and_deviation(final_returns(Result.of(next(iter(runs.values()))))) in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 60
 
 
 def test_version(here: Here) -> None:
@@ -588,14 +646,21 @@ BAD: dict[str, list[str]] = {
     "reproduce joining --trajectories 9": ["--trajectories has no effect on joining, got 9: use --steps."],
     "reproduce joining --task AliasedStates-v1": ["AliasedStates-v1 has none", "Acrobot-v1"],
     "reproduce joining --task CartPole": ["no environment 'CartPole'", "Did you mean 'CartPole-v1'?"],
-    "report": ["report needs at least one .npz file"],
+    "report": ["report needs at least one path: the directory of a run"],
     "report nowhere.npz": ["nowhere.npz cannot be read"],
-    "report misspelt.toml": ["misspelt.toml cannot be read as results of `byzpg reproduce`"],
+    "report misspelt.toml": ["misspelt.toml holds no run: name the directory of a run"],
     "report nowhere.npz --output page.txt": ["must end in .html, got page.txt"],
     "train --aggregator RFA --num-byzantine 7": [
-        "RFA() needs f < K/2; 7 of 13 agents breaks that: use num_byzantine ≤ 6."
+        "RFA() needs f < K/2; 7 of 13 agents breaks that: use num_byzantine ≤ 6, or at least 15 agents."
     ],
-    "train --num-byzantine 4": ["MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3."],
+    "train --num-byzantine 4": [
+        "MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3, or at least 17 agents."
+    ],
+    "train --learning-rate 0.1": ["there is no option --learning-rate. Did you mean --step-size?"],
+    "federation demo --gamma=0.9": ["there is no option --gamma. Did you mean --discount?"],
+    "train --aggregator geomed": ["there is no aggregator 'geomed'", "Did you mean 'RFA'?"],
+    "train --attack sign_flipping": ["Did you mean 'SignFlip'?"],
+    "train --num-agents 5 --num-byzantine 1 --num-attackers 6": ["got 6, for which num_agents must be at least 7."],
     "train --algorithm ByzPG --aggregator Krum --num-byzantine 4": ["Krum()", "num_byzantine ≤ 3"],
     "train --large-batch 50 --small-batch 51": ["small_batch must be at most large_batch = 50, got 51."],
     "train --switch-probability 0": ["switch_probability must lie in (0, 1], got 0.0."],
@@ -619,7 +684,7 @@ BAD: dict[str, list[str]] = {
     "resume changed": ["changed/checkpoint.npz belongs to another configuration than the config.json beside it"],
     "resume nowhere": ["nowhere holds no run: there is no config.json in it."],
     "resume": ["PATH"],
-    "plot": ["plot needs the directory of at least one run."],
+    "plot": ["plot needs at least one path: the directory of a run"],
     "plot started": ["started has not reached its first checkpoint: continue it with `byzpg resume started`."],
     "plot started --output picture.bmp": ["must end in .png, .svg or .pdf"],
     "play nowhere": ["nowhere holds no run"],

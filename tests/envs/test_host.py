@@ -1,5 +1,6 @@
 """Tasks on the host: compared with their twins in JAX, written by users, and broken ones."""
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import pytest
 from host_tasks import Corridor
 
 from byzpg import Config, Run, envs, play, resume, train
+from byzpg._install import install
 from byzpg.cli.train import free_directory
 from byzpg.envs import Task, host
 from byzpg.envs.cartpole import CartPole, State
@@ -188,9 +190,9 @@ def test_an_error_inside_a_task_names_the_task() -> None:
 def test_the_error_about_a_missing_extra_says_how_to_install_it(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip" not in host.available()[f"{extra}:ID"]
     monkeypatch.setitem(sys.modules, extra, None)
-    with pytest.raises(ValueError, match=rf"^this task needs \w+: pip install 'byzpg\[{extra}\]'\.$"):
+    with pytest.raises(ValueError, match=rf"^this task needs \w+: {re.escape(install(extra))}\.$"):
         Config(env=f"{extra}:MountainCar-v0").resolved()
-    assert host.available()[f"{extra}:ID"].endswith(f"not installed: pip install 'byzpg[{extra}]'")
+    assert host.available()[f"{extra}:ID"].endswith(f"not installed: {install(extra)}")
 
 
 def test_actions_without_bounds_cannot_be_uniform() -> None:

@@ -164,7 +164,7 @@ def test_tasks_that_do_not_work_give_one_clear_error(name: str) -> None:
 )
 def test_the_error_about_a_missing_library(name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"^this task needs \w+: pip install 'byzpg\[{extra}\]'"):
+    with pytest.raises(ValueError, match=rf"^this task needs \w+: pip install .*\[{extra}\]"):
         envs.make(name)
 
 

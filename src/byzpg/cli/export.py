@@ -38,7 +38,7 @@ class Export:
     """Directory of the run, which must be complete. For rliable: directories of runs, of sweeps, or of
     `byzpg reproduce`, or result files, .npz."""
     format: Literal["onnx", "safetensors", "numpy", "rliable"]
-    """Format of the file. ONNX and safetensors need `pip install 'byzpg[export]'`."""
+    """Format of the file. ONNX and safetensors need the extra `export` of byzpg."""
     index: int = 0
     """Index of the training seed whose policy is written, from 0."""
     agent: int = 0

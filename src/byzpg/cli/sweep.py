@@ -12,6 +12,7 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
+from byzpg._install import install
 from byzpg.cli.console import complain, console, counted, progress_line, say, this_command
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Sweep:
         if self.retries < 0:
             raise ValueError(f"--retries must not be negative, got {self.retries}.")
         if self.engine == "ray" and find_spec("ray") is None:
-            raise ValueError("--engine ray needs Ray: pip install 'byzpg[ray]'.")
+            raise ValueError(f"--engine ray needs Ray: {install('ray')}.")
 
     def _train(self, cells: "Sequence[Cell]", folder: Path) -> dict[str, str]:
         """Train the cells, and return those that failed with the reason."""

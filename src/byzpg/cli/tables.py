@@ -198,7 +198,9 @@ def summary_table(
     for column in names:
         table.add_column(column, overflow="fold")
     for column in numbers:
-        table.add_column(column, justify="right", max_width=len("attackers'") if column == WEIGHT else None)
+        # On a narrow terminal, names are folded and numbers are not.
+        narrow = column == WEIGHT
+        table.add_column(column, justify="right", max_width=len("attackers'") if narrow else None, no_wrap=not narrow)
     return table
 
 

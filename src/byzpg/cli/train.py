@@ -21,7 +21,11 @@ PLAIN = {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG", "DecByzPPO": "Dec-PP
 
 TrainingOptions = Annotated[
     tyro.conf.OmitArgPrefixes[Config],
-    tyro.conf.arg(name="training", help="What to train. The preset sets every option that is not given."),
+    tyro.conf.arg(
+        name="training",
+        help="What to train. The preset sets every option that is not given: defaults are those for the task, "
+        "algorithm and preset that stand before --help.",
+    ),
 ]
 
 

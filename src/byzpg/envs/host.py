@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 
 from byzpg import _parts
+from byzpg._install import install
 from byzpg.envs.jax_tasks import LIBRARIES
 from byzpg.envs.spaces import Box, Discrete, Space, check_observations
 from byzpg.robust.components import Component, nearest
@@ -170,7 +171,7 @@ def available() -> dict[str, str]:
     """Describe the kinds of tasks by the form of their names, and how to install those that are missing."""
 
     def missing(extra: str) -> str:
-        return "" if find_spec(extra) else f"; not installed: {_install(extra)}"
+        return "" if find_spec(extra) else f"; not installed: {install(extra)}"
 
     return {
         "gymnasium:ID": f"Any task of Gymnasium whose observations are vectors{missing('gymnasium')}",
@@ -195,15 +196,11 @@ def in_gymnasium(name: str) -> bool:
     return find_spec("gymnasium") is not None and name in _extra("gymnasium").registry
 
 
-def _install(extra: str) -> str:
-    return f"pip install 'byzpg[{extra}]'"
-
-
 def _extra(module: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError:
-        raise ValueError(f"this task needs {EXTRAS[module]}: {_install(module)}.") from None
+        raise ValueError(f"this task needs {EXTRAS[module]}: {install(module)}.") from None
 
 
 def _described(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from byzpg._install import install
 from byzpg.envs.spaces import Box, Discrete, Space, check_observations
 from byzpg.robust.components import Component, address, nearest
 
@@ -225,7 +226,7 @@ def _environment(name: str) -> Any:
         with _quiet():
             library = import_module(module)
     except ImportError as error:
-        raise ValueError(f"this task needs {title}: pip install 'byzpg[{extra}]' ({error}).") from None
+        raise ValueError(f"this task needs {title}: {install(extra)} ({error}).") from None
     known = library.registered_envs if kind == "gymnax" else library._envs
     if task not in known:
         raise ValueError(f"{title} has no task {task!r}.{nearest(task, known)}")
