@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from byzpg import _parts, envs
 from byzpg._registry import addresses, check_readable, fits, parse, type_name
+from byzpg.envs.host import imported_module
 from byzpg.envs.spaces import Box
 from byzpg.federation.agents import Optimizer
 from byzpg.federation.algorithms import ALGORITHMS, Federation
@@ -571,7 +572,7 @@ def own_modules(values: Mapping[str, Any]) -> set[str]:
     named = [str(value) for option, value in values.items() if option in FAMILY_OF and value is not None]
     found = {each.partition(":")[0] for text in named for each in addresses(text)}
     task = values.get("env")
-    if isinstance(task, str) and (module := envs.host.imported_module(task)) is not None:
+    if isinstance(task, str) and (module := imported_module(task)) is not None:
         found.add(module)
     return found
 

@@ -252,7 +252,7 @@ class _RuleUnderTest:
         return [row for row in range(self.num_agents) if row != self.own][::-1][:number]
 
     def bound(self) -> None:
-        for num_agents in sorted({1, 2, 4, self.num_agents}):
+        for num_agents in (self.num_agents, self.num_agents + 1):
             most = self.rule.max_byzantine(num_agents)
             _require(type(most) is int and most < num_agents, f"max_byzantine({num_agents}) is {most!r}.")
             for num_byzantine, allowed in ((most, True), (most + 1, False)):
@@ -712,9 +712,8 @@ class _JaxTask:
             _require(not len(wrong), f"gave the {name} {wrong[:1]}: every number must be finite.")
 
     def seeds(self) -> None:
-        first, again, *others = (np.asarray(self._played(jax.random.key(seed))[0]) for seed in (4, 4, 5, 6))
-        _require(np.array_equal(first, again), "the same key gives other episodes.")
-        _require(any(not np.array_equal(first, each) for each in others), "all keys give the same episode.")
+        first, again = (np.asarray(self._played(jax.random.key(4))[0]) for _ in range(2))
+        _require(np.array_equal(first, again), "the same key gives another episode.")
 
 
 # Policies

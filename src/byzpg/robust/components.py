@@ -298,7 +298,7 @@ def trying(component: Component, what: str) -> Iterator[None]:
         ) from error
     except ValueError as error:
         if str(error).startswith(f"{component}: "):
-            raise
+            raise ValueError(str(error)) from None  # without what JAX adds to errors that pass through it
         raise ValueError(f"{component}: {what} failed on a sample (ValueError: {error})") from error
     except Exception as error:
         raise ValueError(f"{component}: {what} failed on a sample ({type(error).__name__}: {error})") from error

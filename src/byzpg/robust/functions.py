@@ -168,7 +168,7 @@ def aggregator(
     return decorate if function is None else decorate(function)
 
 
-def attack(function: Callable[..., Array]) -> type[FunctionAttack]:
+def attack(function: Callable[..., Array]) -> Any:
     """Make an attack on messages of a function.
 
     The function takes `honest` [K − b, d], the vectors of the honest agents, and, if it has these parameters: `own`
