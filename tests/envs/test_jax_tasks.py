@@ -20,6 +20,7 @@ from byzpg.envs.cartpole import CartPole, State
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP
 from byzpg.learning.rollouts import Clock, rollout
 from byzpg.learning.segments import Environments, play_segment
+from byzpg.testing import check_environment
 
 KEYS = jax.random.split(jax.random.key(3), 2)
 
@@ -82,6 +83,10 @@ def test_segments_tell_termination_from_truncation(task: Any) -> None:
         assert len(np.unique(wind.round(5))) > wind.size - 3, "every step has a key of its own"
         assert wind.min() >= 0
         np.testing.assert_allclose((following - seen)[..., 0], np.clip(segment.actions[..., 0], -1, 1), atol=1e-5)
+
+
+def test_a_task_for_one_episode_fulfils_the_contract_of_environments() -> None:
+    assert not check_environment(Wind(), steps=12).failures
 
 
 # Libraries
