@@ -4,7 +4,7 @@
     python benchmarks/ppo.py Pendulum-v1 --algorithm ByzPPO
     python benchmarks/ppo.py CartPole-v1 --algorithm PPO         # one agent alone
     python benchmarks/ppo.py CartPole-v1 --steps 2048 --seeds 1 --attacks AvgZero    # a quick check
-    python benchmarks/ppo.py Pendulum-v1 --against rejax         # speed of one agent; pip install 'byzpg[against]'
+    python benchmarks/ppo.py Pendulum-v1 --against rejax         # speed of one agent; pip install '.[against]'
 
 For each attack, the table gives the environment steps per agent at which the mean return over seeds reaches the level
 (a mean over 4 % of the run), the return at the end over all seeds and of the worst one, and what is deployed:
@@ -206,9 +206,9 @@ def _deployed(run: Run, num_episodes: int) -> list[str]:
         return ["-", "-"]
     found = []
     settings = replace(run.settings, env=PLAYED_IN.get(run.settings.env, run.settings.env))
-    for sample in (True, False):
+    for greedy in (False, True):
         means = [
-            np.mean(evaluate(run.policy(index), settings, num_episodes, 10_000, sample=sample, drawn=False)[0])
+            np.mean(evaluate(run.policy(index), settings, num_episodes, 10_000, greedy=greedy, drawn=False)[0])
             for index in range(run.settings.num_seeds)
         ]
         found.append(f"{np.mean(means):.0f} (worst {np.min(means):.0f})")

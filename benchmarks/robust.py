@@ -3,7 +3,7 @@
     python benchmarks/robust.py                      # the three smaller sizes, and MDA's own table
     python benchmarks/robust.py --sizes 100x1000000  # K = 100, d = 1,000,000
     python benchmarks/robust.py --sizes 5x50         # a quick check
-    python benchmarks/robust.py --against            # side by side with ByzFL and ByzPy: pip install 'byzpg[against]'
+    python benchmarks/robust.py --against            # side by side with ByzFL and ByzPy: pip install '.[against]'
 
 Baselines: (a) the naive NumPy twin of each rule (benchmarks/references/twins.py), called once per receiver; (b) the
 matrix products that any rule based on distances needs: one K × K × d product for the rows that all receivers share,

@@ -256,20 +256,4 @@ def attributes(module: str, name: str) -> dict[str, Any]:
     return {attribute.name: attribute for attribute in loaded[name].attributes.values()}
 
 
-# Metrics
-
-
-def metrics_check(page: str) -> str:
-    """Nothing to add: the build ends if the page leaves out a metric or names one that is gone."""
-    from byzpg.federation.metrics import Metrics
-
-    named = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    known = {metric.name for metric in fields(Metrics)} | {"trajectories", "large"}
-    if named != known:
-        raise PluginError(f"docs/reference/metrics.md and byzpg.federation.metrics differ in {sorted(named ^ known)}.")
-    return ""
-
-
-GENERATED: dict[str, Callable[[str], str]] = {
-    each.__name__: each for each in (commands, options, presets, metrics_check)
-}
+GENERATED: dict[str, Callable[[str], str]] = {each.__name__: each for each in (commands, options, presets)}

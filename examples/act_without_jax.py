@@ -22,12 +22,19 @@ ACTIVATIONS = {
 }
 
 
-def act(policy: dict[str, np.ndarray], about: dict[str, Any], observation: np.ndarray) -> np.ndarray:
+def act(
+    policy: dict[str, np.ndarray], about: dict[str, Any], observation: np.ndarray, rng: np.random.Generator | None
+) -> np.ndarray:
+    """Draw an action as in training, or without a generator take the most likely one, which can be far worse."""
     values = np.asarray(observation, np.float32)
     for layer, activation in enumerate(about["activations"]):
         values = ACTIVATIONS[activation](values @ policy[f"weight_{layer}"] + policy[f"bias_{layer}"])
     if about["policy"] == "categorical":
+        if rng is not None:  # the largest logit with Gumbel noise has the probabilities of the softmax
+            values = values + rng.gumbel(size=values.shape)
         return np.argmax(values, axis=-1)
+    if rng is not None:
+        values = values + np.exp(policy["log_std"]) * rng.normal(size=values.shape)
     return np.clip(values, about["action_low"], about["action_high"])
 
 
@@ -35,9 +42,10 @@ if __name__ == "__main__":
     policy = dict(np.load(sys.argv[1]))
     about = json.loads(str(policy["about"]))
     env = gymnasium.make(about["task"].removeprefix("gymnasium:"))
-    observation, _ = env.reset(seed=0)
-    total, ended = 0.0, False
-    while not ended:
-        observation, reward, terminated, truncated, _ = env.step(act(policy, about, observation))
-        total, ended = total + float(reward), terminated or truncated
-    print(f"{about['task']}: return {total:.1f}")
+    for name, rng in {"sampled": np.random.default_rng(0), "greedy": None}.items():
+        observation, _ = env.reset(seed=0)
+        total, ended = 0.0, False
+        while not ended:
+            observation, reward, terminated, truncated, _ = env.step(act(policy, about, observation, rng))
+            total, ended = total + float(reward), terminated or truncated
+        print(f"{about['task']}, {name}: return {total:.1f}")

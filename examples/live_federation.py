@@ -3,7 +3,7 @@
     python examples/live_federation.py
     python examples/live_federation.py --attack Equivocate --output plots
 
-Needs `pip install 'byzpg[live]'`. Every member has its own keys, port, directory and secret random numbers. Members
+Needs `pip install '.[live]'` in the clone. Every member has its own keys, port, directory and random numbers. Members
 connect by mutual TLS, sign their messages, and exchange gradients and parameters; no trajectory leaves a member. The
 last member, erin, attacks. At the end, the script compares the honest members' parameters: they must be equal.
 

@@ -3,7 +3,7 @@
     python examples/own_task.py
     python examples/own_task.py --output plots
 
-Needs `pip install 'byzpg[gymnasium]'`. Five agents learn to keep a room at the right temperature; one of them sends
+Needs `pip install '.[gymnasium]'` in the clone. Five agents learn to keep a room at the right temperature; one sends
 false gradients. The task is named by `module:factory`, here `own_task:make`, so it works on the command line as well:
 `cd examples && byzpg train --env own_task:make`.
 """
@@ -60,7 +60,7 @@ def main(output: Path) -> None:
 
     policy = run.policy()
     for error in (-2.0, 2.0):
-        action = ("cool", "heat")[int(policy.act(np.array([error])))]
+        action = ("cool", "heat")[int(policy.act(np.array([error]), greedy=True))]
         print(f"The room is {abs(error):.0f} degrees too {'cold' if error < 0 else 'warm'}: {action}")
 
     curve = figures.Curve("DecByzPG, 1 of 5 agents attacks", run.trajectories, run.returns)

@@ -3,9 +3,9 @@
     python examples/use_policy.py
     python examples/use_policy.py --run runs/CartPole-v1-DecByzPPO-AvgZero-1 --output plots
 
-Needs `pip install 'byzpg[gymnasium]'`. `run.policy()` is an ordinary object: `act` takes an observation as a NumPy
-array and returns the action, and needs no federation around it. The script keeps the run that it trains in the output
-folder, so that a second call loads it. It plays ten episodes and writes an animation of the first.
+Needs `pip install '.[gymnasium]'` in the clone. `run.policy()` is an ordinary object: `act` takes an observation as an
+array and returns an action, drawn as in training, and needs no federation around it. The script keeps the run that it
+trains in the output folder, so that a second call loads it. It plays ten episodes and writes an animation of the first.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def trained(directory: Path) -> byzpg.Run:
     return byzpg.load(directory)
 
 
-def play(policy: TrainedPolicy | None, episodes: int) -> tuple[np.ndarray, list[np.ndarray]]:
+def play(policy: TrainedPolicy | None, episodes: int, *, greedy: bool = False) -> tuple[np.ndarray, list[np.ndarray]]:
     """The returns of some episodes, and frames of the first 200 steps. Without a policy, actions are random."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # Gymnasium draws without a screen
     env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
@@ -42,7 +42,7 @@ def play(policy: TrainedPolicy | None, episodes: int) -> tuple[np.ndarray, list[
         while not ended:
             if policy is not None and episode == 0 and len(frames) < 200:
                 frames.append(env.render())
-            action = env.action_space.sample() if policy is None else int(policy.act(observation))
+            action = env.action_space.sample() if policy is None else int(policy.act(observation, greedy=greedy))
             observation, reward, terminated, truncated, _ = env.step(action)
             returns[episode] += float(reward)
             ended = terminated or truncated
@@ -59,6 +59,8 @@ def main(directory: Path, output: Path) -> None:
     print(f"Random actions in Gymnasium: mean return {at_random.mean():.0f} over {EPISODES} episodes")
     returns, frames = play(run.policy(), EPISODES)
     print(f"The policy in Gymnasium: mean return {returns.mean():.0f} over {EPISODES} episodes")
+    greedy, _ = play(run.policy(), EPISODES, greedy=True)
+    print(f"Its most likely actions: mean return {greedy.mean():.0f} over {EPISODES} episodes")
     figures.save_animation(frames, output / "use-policy.gif")
     print(f"Animation: {output / 'use-policy.gif'}")
 

@@ -17,6 +17,7 @@ SOURCES = ROOT / "src" / "byzpg"
 # Each may import what stands above it. Packages import each other's modules; their own modules may import each other.
 ORDER = [
     "_files",
+    "_install",
     "robust",
     "_parts",
     "envs",
@@ -27,6 +28,7 @@ ORDER = [
     "testing",
     "config",
     "runs",
+    "logs",
     "training",
     "play",
     "_onnx",
@@ -39,7 +41,7 @@ ORDER = [
 # Exceptions within that order. Tasks may use what all components share, and nothing else of `robust`. They also import
 # modules of users. A member behind a
 # network needs neither the simulator nor the trainer.
-ONLY = {"robust": set(), "envs": {"robust.components", "_parts"}, "networks": {"robust.components"}}
+ONLY = {"robust": set(), "envs": {"robust.components", "_parts", "_install"}, "networks": {"robust.components"}}
 NEVER = {
     "live": {"federation.simulator", "training"},
     "engines/flower": {"federation.simulator", "training"},

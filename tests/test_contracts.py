@@ -110,9 +110,16 @@ def test_the_bound_is_kept_and_named_and_so_is_the_largest_f(case: Case):
     for num_rows in range(OWN + 1, 20):
         largest = max(f for f in range(num_rows) if case.tolerates(num_rows, f))
         case.rule.check(num_rows, largest)
-        refusal = f"{re.escape(f'{case.rule} needs {case.rule.bound}; ')}.* num_byzantine ≤ {largest}\\."
-        with pytest.raises(ValueError, match=refusal):
+        refusal = f"{re.escape(f'{case.rule} needs {case.rule.bound}; ')}.* num_byzantine ≤ {largest}[,.]"
+        with pytest.raises(ValueError, match=refusal) as refused:
             call(case, np.ones((num_rows, D), np.float32), f=largest + 1)
+        # The message names the least number of agents with which this f would do.
+        if named := re.search(r"or at least (\d+) agents\.$", str(refused.value)):
+            case.rule.check(int(named[1]), largest + 1)
+            with pytest.raises(ValueError, match="breaks that"):
+                case.rule.check(int(named[1]) - 1, largest + 1)
+        else:
+            assert not any(case.rule.max_byzantine(each) > largest for each in range(num_rows, 60))
 
 
 @pytest.mark.parametrize("case", [AGGREGATORS[1], AGREEMENTS[1]], ids=str)

@@ -1,5 +1,6 @@
 """Exported policies act as ours do, in every format and without JAX."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from safetensors import safe_open
 
 from byzpg import Config, __version__, envs, export
+from byzpg._install import install
 from byzpg.cli.export import Export
 from byzpg.envs.spaces import Box
 from byzpg.export import FORMATS, describe, write_policy
@@ -35,7 +37,7 @@ actions = {}
 for number, path in enumerate(sys.argv[4:]):
     policy = dict(np.load(path))
     about = json.loads(str(policy["about"]))
-    actions[str(number)] = act(policy, about, observations[:, : about["layers"][0]])
+    actions[str(number)] = act(policy, about, observations[:, : about["layers"][0]], None)
 np.savez(sys.argv[3], **actions)
 print([name for name in sys.modules if name.split(".")[0] in ("jax", "jaxlib", "byzpg")])
 """
@@ -65,7 +67,7 @@ def outputs(run: Run, observations: np.ndarray) -> np.ndarray:
 
 def actions(run: Run, observations: np.ndarray) -> np.ndarray:
     """Our most likely actions, as the task takes them."""
-    chosen, space = run.policy().act(observations), envs.make(run.settings.env).action_space
+    chosen, space = run.policy().act(observations, greedy=True), envs.make(run.settings.env).action_space
     return np.clip(chosen, space.low, space.high) if isinstance(space, Box) else chosen
 
 
@@ -144,12 +146,29 @@ def test_the_example_acts_as_ours_without_jax(case: str, acted: dict[str, np.nda
     np.testing.assert_allclose(acted[case], actions(run, seen), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("task", ["CartPole-v1", "LunarLanderContinuous-v3"])
+def test_the_example_samples_as_ours(task: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The means and deviations of many actions at one observation agree within five standard errors."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    act = importlib.import_module("act_without_jax").act
+    run, number = untrained(env=task, hidden=(7, 3)), 20_000
+    write_policy(run, tmp_path / "policy.npz", "numpy")
+    seen = np.tile(drawn_observations(run.settings.bound_policy().observation_size, 1) / 50, (number, 1))
+    theirs = act(*read(tmp_path / "policy.npz"), seen, np.random.default_rng(0))
+    space, ours = envs.make(task).action_space, run.policy().act(seen)
+    ours = np.clip(ours, space.low, space.high) if isinstance(space, Box) else ours
+    assert np.all(np.std(ours, axis=0) > 0.1)
+    error = 5 * np.std(ours, axis=0) / number**0.5
+    assert np.all(np.abs(np.mean(ours, axis=0) - np.mean(theirs, axis=0)) < 1.5 * error)
+    assert np.all(np.abs(np.std(ours, axis=0) - np.std(theirs, axis=0)) < 1.5 * error)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_the_cases_reach_all_actions_and_bounds(task: str) -> None:
     """Otherwise the tests above would also pass with constant actions, or without clipping."""
     runs, space = [untrained(env=task, **network) for network in NETWORKS], envs.make(task).action_space
     seen = drawn_observations(runs[0].settings.bound_policy().observation_size)
-    chosen = [run.policy().act(seen) for run in runs]
+    chosen = [run.policy().act(seen, greedy=True) for run in runs]
     if isinstance(space, Box):
         assert any(np.any(each[:, 0] > space.high[0]) for each in chosen)
         assert any(np.any(each[:, 0] < space.low[0]) for each in chosen)
@@ -206,7 +225,7 @@ def test_the_same_policy_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_command_offers_every_format() -> None:
-    assert get_args(get_type_hints(Export)["format"]) == tuple(FORMATS)
+    assert get_args(get_type_hints(Export)["format"]) == (*FORMATS, "rliable")  # which is for scores
 
 
 # Errors
@@ -239,7 +258,7 @@ def test_a_missing_package_is_named_with_its_remedy(
     kind: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match=rf"^the format {kind} needs more packages: pip install 'byzpg\[export\]'\.$"):
+    with pytest.raises(ValueError, match=rf"^the format {kind} needs more packages: {re.escape(install('export'))}\.$"):
         write_policy(untrained(), tmp_path / "policy", kind)
     assert not list(tmp_path.iterdir())
     write_policy(untrained(), tmp_path / "policy.npz", "numpy")

@@ -1,7 +1,7 @@
 """Components by name: what is printed can be read back, what cannot be read is explained."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,8 @@ import pytest
 from jax import Array
 
 from byzpg._registry import FAMILIES, members, parse, summary
+from byzpg.config import Config
+from byzpg.federation.devices import Hardware
 from byzpg.robust import aggregators, agreement, attacks
 from byzpg.robust.aggregators import (
     ARC,
@@ -36,7 +38,7 @@ from byzpg.robust.attacks import (
     Normalized,
     RotatingSet,
 )
-from byzpg.robust.components import Component, nearest, plain_name, with_numbers, without_numbers
+from byzpg.robust.components import SYNONYMS, Component, nearest, plain_name, with_numbers, without_numbers
 from byzpg.robust.exchange import exchange
 
 WITH_OPTIONS: dict[str, list[Component]] = {
@@ -272,3 +274,18 @@ def test_a_components_own_errors_pass_through(family: str, text: str) -> None:
 def test_nearest() -> None:
     assert nearest("AVG_ZRO", ["AvgZero", "Zero"]) == " Did you mean 'AvgZero'?"
     assert nearest("completely different", ["AvgZero", "Zero"]) == ""
+
+
+def test_every_synonym_leads_to_something_that_exists_and_is_no_name_itself() -> None:
+    names = {option.name for option in [*fields(Config), *fields(Hardware)]} | {"directory"}
+    names |= {name for family in FAMILIES for name in members(family)}
+    taken = {plain_name(name) for name in names}
+    for meant, synonyms in SYNONYMS.items():
+        assert meant in names
+        for each in synonyms:
+            assert plain_name(each) not in taken, each
+    everything = [plain_name(each) for synonyms in SYNONYMS.values() for each in synonyms]
+    assert len(everything) == len({*everything})
+    assert nearest("geomed", members("aggregator")) == " Did you mean 'RFA'?"
+    assert nearest("learning-rate", ["seed", "step_size"]) == " Did you mean 'step_size'?"
+    assert nearest("learning-rate", ["seed"]) == ""

@@ -1,6 +1,7 @@
 """Runs: what is kept of them, that nothing kept is lost or overwritten, and that a resumed run is the run."""
 
 import json
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import byzpg
-from byzpg import Config, Run, training
+from byzpg import Config, Run, runs, training
 from byzpg._files import write_atomically
 from byzpg.config import Settings
 from byzpg.federation.metrics import Metrics
@@ -252,26 +253,39 @@ def test_the_length_of_blocks_does_not_change_a_run(config: Config, run: Run, mo
 def test_policies_act_on_one_observation_or_many(run: Run) -> None:
     policy = run.policy()
     many = np.random.default_rng(0).normal(size=(3, 50, 4))
-    actions = policy.act(many)
+    actions = policy.act(many, greedy=True)
     assert actions.shape == (3, 50)
     assert set(actions.ravel()) <= {0, 1}
     assert policy.act(many[0, 0]).shape == ()
-    np.testing.assert_array_equal([policy.act(each) for each in many[1, :5]], actions[1, :5])
+    np.testing.assert_array_equal([policy.act(each, greedy=True) for each in many[1, :5]], actions[1, :5])
 
 
-def test_with_a_key_actions_are_drawn_as_often_as_the_policy_says(run: Run) -> None:
+def test_actions_are_drawn_as_often_as_the_policy_says(run: Run) -> None:
     policy = run.policy()
     seen = np.array([0.1, -0.4, 0.02, 0.3])
     weights = policy.policy.unflatten(jax.numpy.asarray(policy.parameters))
     (hidden, hidden_bias), (last, last_bias) = (tuple(np.asarray(part) for part in layer) for layer in weights)
     logits = np.maximum(seen @ hidden + hidden_bias, 0) @ last + last_bias
     probability = 1 / (1 + np.exp(logits[0] - logits[1]))
-    drawn = policy.act(np.tile(seen, (20_000, 1)), jax.random.key(0))
-    assert abs(np.mean(drawn) - probability) < 4 * (probability * (1 - probability) / 20_000) ** 0.5
-    assert policy.act(seen) == (probability > 0.5)
-    np.testing.assert_array_equal(drawn, policy.act(np.tile(seen, (20_000, 1)), jax.random.key(0)))
-    assert np.any(drawn != policy.act(np.tile(seen, (20_000, 1)), jax.random.key(1)))
+    many = np.tile(seen, (20_000, 1))
+    for drawn in (policy.act(many, jax.random.key(0)), policy.act(many)):
+        assert abs(np.mean(drawn) - probability) < 4 * (probability * (1 - probability) / 20_000) ** 0.5
+    assert policy.act(seen, greedy=True) == (probability > 0.5)
+    np.testing.assert_array_equal(policy.act(many, jax.random.key(0)), policy.act(many, jax.random.key(0)))
+    assert np.any(policy.act(many, jax.random.key(0)) != policy.act(many, jax.random.key(1)))
     assert policy.act(seen, jax.random.key(0)).shape == ()
+    with pytest.raises(ValueError, match="greedy actions are not drawn: leave out key, or greedy"):
+        policy.act(seen, jax.random.key(0), greedy=True)
+
+
+def test_without_a_key_every_call_draws_anew_and_every_program_alike(run: Run) -> None:
+    seen, first, second = np.zeros((200, 4)), run.policy(), run.policy()
+    ours = [first.act(seen) for _ in range(3)]
+    assert not np.array_equal(ours[0], ours[1])
+    assert not np.array_equal(ours[1], ours[2])
+    first.act(seen, greedy=True)  # draws nothing
+    np.testing.assert_array_equal(ours, [second.act(seen) for _ in range(3)])
+    np.testing.assert_array_equal(first.act(seen), second.act(seen))
 
 
 def test_which_policy(run: Run) -> None:
@@ -398,6 +412,96 @@ def test_checkpoints_do_not_change_a_run(
     )
     assert_same(byzpg.train(config, tmp_path / "run"), run)
     assert written == [BLOCK, 2 * BLOCK, timetable_of(config).num_entries]
+
+
+# Extending a run
+
+
+LONGER = 90
+
+
+@pytest.fixture(scope="module")
+def long_run(config: Config) -> Run:
+    return byzpg.train(replace(config, trajectories=LONGER))
+
+
+def assert_extended(run: Run, short: Run, long: Run) -> None:
+    """One long run to the bit, except for the uniform output of seeds whose T̂ in it was over: they keep theirs."""
+    over = long.output_iteration < short.num_iterations
+    assert np.all(run.output_iteration == np.where(over, short.output_iteration, long.output_iteration))
+    np.testing.assert_array_equal(run.parameters["uniform"][over], short.parameters["uniform"][over])
+    np.testing.assert_array_equal(run.parameters["uniform"][~over], long.parameters["uniform"][~over])
+    outputs = {"last": run.parameters["last"], "uniform": long.parameters["uniform"]}
+    assert_same(replace(run, parameters=outputs, output_iteration=long.output_iteration), long)
+
+
+@pytest.mark.parametrize("probability", [0.2, 1.0])
+def test_an_extended_run_is_one_long_run_to_the_bit(probability: float, config: Config, tmp_path: Path) -> None:
+    """Also if seeds toss coins of their own, so that the short run ends elsewhere in the timetable of the long one."""
+    short, longer, longest = (
+        replace(config, switch_probability=probability, trajectories=length) for length in (60, LONGER, 120)
+    )
+    runs = [byzpg.train(short, tmp_path), *map(byzpg.train, (longer, longest))]
+    extended = byzpg.resume(tmp_path, trajectories=LONGER)
+    assert_extended(extended, *runs[:2])
+    assert_same(byzpg.load(tmp_path), extended)
+    assert_same(byzpg.resume(tmp_path, trajectories=LONGER), extended)
+    assert_extended(byzpg.resume(tmp_path, trajectories=120), extended, runs[2])
+
+
+def test_an_extension_that_stops_anywhere_is_the_same(
+    config: Config, run: Run, folder: Path, long_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path / "stopped")
+    with pytest.raises(Stopped):
+        byzpg.resume(tmp_path / "stopped", stop_after(1), trajectories=LONGER)
+    partial = byzpg.load(tmp_path / "stopped")
+    assert not partial.complete
+    width = partial.num_iterations[0]
+    np.testing.assert_array_equal(partial.returns[0, :width], long_run.returns[0, :width])
+    assert_extended(byzpg.resume(tmp_path / "stopped"), run, long_run)
+
+    # A process may die before or after each of the four changes in the directory.
+    unlink, left = Path.unlink, 99
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def step(path: Path, *arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            if not path.name.startswith("."):  # no temporary file
+                if not left:
+                    raise Stopped
+                left -= 1
+            return function(path, *arguments, **options)
+
+        return step
+
+    monkeypatch.setattr(Path, "unlink", dying(unlink))
+    monkeypatch.setattr(runs, "write_atomically", dying(write_atomically))
+    for number in range(4):
+        path = tmp_path / f"{number}"
+        shutil.copytree(folder, path)
+        left = number
+        with pytest.raises(Stopped):
+            training.extend(path, trajectories=LONGER)
+        left = 99
+        assert_same(byzpg.resume(path), run)  # as before
+        assert_extended(byzpg.resume(path, trajectories=LONGER), run, long_run)
+
+
+def test_an_extension_that_makes_no_sense_is_one_error(config: Config, folder: Path, tmp_path: Path) -> None:
+    before = contents(folder)
+    with pytest.raises(ValueError, match="has 60 trajectories: trajectories must be at least that, got 59"):
+        byzpg.resume(folder, trajectories=59)
+    with pytest.raises(ValueError, match="steps = 99 has no effect with DecByzPG: set trajectories"):
+        byzpg.resume(folder, steps=99)
+    assert contents(folder) == before
+    unfinished = interrupted(config, tmp_path / "unfinished")
+    with pytest.raises(ValueError, match="has not reached its 60 trajectories: finish it first"):
+        byzpg.resume(unfinished, trajectories=LONGER)
+    shutil.copytree(folder, tmp_path / "bare")
+    (tmp_path / "bare" / "checkpoint.npz").unlink()
+    with pytest.raises(ValueError, match=r"has no checkpoint\.npz, from which it could be extended"):
+        byzpg.resume(tmp_path / "bare", trajectories=LONGER)
 
 
 def test_a_complete_run_is_just_loaded(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,3 +700,18 @@ def test_a_run_is_complete_when_all_of_it_is_written(
 
 def test_settings_on_the_disk_are_every_option(folder: Path) -> None:
     assert set(json.loads((folder / "config.json").read_text())) == {option.name for option in fields(Settings)}
+
+
+# Words about runs
+
+
+def test_a_run_and_its_policy_print_in_one_line(run: Run, config: Config, tmp_path: Path) -> None:
+    last = np.mean([returns[np.isfinite(returns)][-1] for returns in run.returns])
+    about = f"Run(CartPole-v1, DecByzPG, 5 agents (1 attacking, {run.settings.attack}), 2 seeds"
+    reached = np.max(run.trajectories)
+    assert repr(run) == f"{about}, {reached} trajectories, last return {last:.4g})"
+    stopped = byzpg.load(interrupted(config, tmp_path / "run"))
+    assert repr(stopped).startswith(f"{about}, {np.max(stopped.trajectories)} of 60 trajectories, last return ")
+    assert "\n" not in repr(run) + repr(stopped)
+    assert repr(run.policy()).startswith("TrainedPolicy(policy=CategoricalMLP(")
+    assert len(repr(run.policy())) < 150

@@ -1,6 +1,7 @@
 """What to train, as data: the only place with defaults. What a user leaves out comes from a preset."""
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
@@ -337,13 +338,14 @@ class Config:
     (2, 2, 'MDA()')
     >>> Config(num_byzantine=4).resolved()
     Traceback (most recent call last):
-    ValueError: MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3.
+    ValueError: MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3, or at least 17 agents.
 
     A component of your own is written module:Name(option=value), as in NNM(my_rules:MyRule(size=2)).
     """
 
-    env: str = "CartPole-v1"
-    """Task: one of `byzpg list`, gymnasium:ID, envpool:ID, or your own as module:factory."""
+    env: str | envs.JaxTask | Callable[..., Any] = "CartPole-v1"
+    """Task: one of `byzpg list`; in JAX also gymnax:ID, brax:NAME, mjx:NAME; on the host gymnasium:ID, envpool:ID; or
+    your own as module:Name, and in Python also as a class, a function that makes it, or a task in JAX."""
     algorithm: str = "DecByzPG"
     """Algorithm: PAGE-PG, Fed-PAGE-PG, ByzPG, Dec-PAGE-PG, DecByzPG; with a critic PPO, Fed-PPO, ByzPPO, Dec-PPO,
     DecByzPPO; for comparison SVRPG, FedPG-BR, N-PG-IGT; or auto: the best one measured for the task, DecByzPPO or
@@ -415,7 +417,7 @@ class Config:
     """Optimizer: adam; local-adam, where each agent scales its message by Adam before it is aggregated; plain sgd as in
     the theory; or normalized: steps of length η."""
     step_size: float | Literal["theory"] | None = None
-    """Step size η; theory: computed from p, K, f and the next two options, for SGD."""
+    """Step size η; theory: computed from p, K, f, smoothness and correction_noise, for SGD."""
     smoothness: float = 1e3
     """Smoothness L of the expected return, for step_size = theory, where η ≤ 1/(2L). The default is a guess."""
     correction_noise: float = 1e5
@@ -442,6 +444,11 @@ class Config:
     """Discount γ, in (0, 1]."""
     output: Literal["last", "uniform"] | None = None
     """Which iterate is the result: the last, or one drawn uniformly as in the theory. Both are saved."""
+
+    def __post_init__(self) -> None:
+        # A run is what can be written down and read back.
+        if self.env is not None:
+            object.__setattr__(self, "env", envs.name_of(self.env))
 
     def resolved(self) -> "Settings":
         """Fill in everything that was left out, and check it. A task on the host is built for that.
@@ -482,7 +489,7 @@ class Config:
             **_task_defaults(env, preset, name),
             **ALGORITHMS[name].defaults,
             **ALGORITHMS[name].fixed,
-            **self._neutral_options(name),
+            **self.neutral_options(name),
             **self._neutral_network_options(),
             **given,
             "algorithm": name,
@@ -507,14 +514,14 @@ class Config:
         critic_only, page_only = (
             any(self._sets(option, neutral) for option, neutral in options.items()) for options in (ONLY_PPO, ONLY_PAGE)
         )
-        is_tuned = self.env.rpartition(":")[2] in TUNED_WITH_CRITIC
+        is_tuned = envs.name_of(self.env).rpartition(":")[2] in TUNED_WITH_CRITIC
         return "DecByzPPO" if critic_only or (is_tuned and self.preset == "tuned" and not page_only) else "DecByzPG"
 
     def _sets(self, option: str, neutral: Any) -> bool:
         """Whether an option is given, at another value than one that does nothing."""
         return _built_in_component(option, getattr(self, option)) not in (None, _component(option, neutral))
 
-    def _neutral_options(self, algorithm_name: str) -> dict[str, Any]:
+    def neutral_options(self, algorithm_name: str) -> dict[str, Any]:
         """The options that the algorithm does not use, at values that do nothing; any other value is an error."""
         algorithm = ALGORITHMS[algorithm_name]
         has_critic = algorithm.agent.unit == "steps"
@@ -556,7 +563,7 @@ class Config:
             defaults: Options in place of those that the file leaves out.
         """
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"configuration {path} cannot be read: {error}") from None
@@ -777,7 +784,7 @@ class Settings:
     @property
     def task_in_names(self) -> str:
         """The task, as a part of a file's name."""
-        return self.env.replace(":", "-").replace("/", "-")
+        return re.sub(r"[^\w.+-]+", "-", self.env).strip("-")
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -976,7 +983,10 @@ def _check_components(values: Mapping[str, Any]) -> None:
     if values["rounds"]:
         values["agreement"].check(num_agents, num_byzantine)
     if num_attackers >= num_agents:
-        raise ValueError(f"num_attackers must leave an honest agent: at most {num_agents - 1}, got {num_attackers}.")
+        raise ValueError(
+            f"num_attackers must leave an honest agent: at most {num_agents - 1}, got {num_attackers}, "
+            f"for which num_agents must be at least {num_attackers + 1}."
+        )
     values["attack"].check(num_agents, num_attackers, num_byzantine, values["aggregator"])
     byzantine_set = values["byzantine_set"]
     with trying(byzantine_set, "its call") if is_own(type(byzantine_set)) else nullcontext():

@@ -18,6 +18,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from byzpg import envs
 from byzpg._files import write_atomically
+from byzpg._install import install
 from byzpg.envs.spaces import LARGEST, Box
 from byzpg.learning.policies import MLP, Gaussian, OwnNetwork
 from byzpg.runs import Run, TrainedPolicy
@@ -58,7 +59,7 @@ def write_policy(run: Run, path: Path, kind: str, *, seed: int = 0, agent: int =
     try:
         content = FORMATS[kind].encode(trained, about)
     except ImportError:
-        raise ValueError(f"the format {kind} needs more packages: pip install 'byzpg[export]'.") from None
+        raise ValueError(f"the format {kind} needs more packages: {install('export')}.") from None
     write_atomically(path, lambda file: file.write(content))
     return about
 

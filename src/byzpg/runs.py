@@ -5,7 +5,8 @@ A directory holds
   provenance.json   the command, versions and machine
   parts.json        if it names modules outside byzpg: their files' hashes and their packages' versions
   checkpoint.npz    what continues the run bit for bit: state, entries done, metrics so far, a hash of config.json;
-                    environments on the host that go on between iterations cannot be saved, and begin anew
+                    environments on the host that go on between iterations cannot be saved, and begin anew;
+                    of an extended run, also where it was extended
   metrics.npz       once complete: trajectories (or steps, see `Run.progress`), large and every metric, all
                     [seed, iteration]
   parameters.npz    once complete: last, uniform [seed, agent, d] (at a server: one agent), and output_iteration [seed]
@@ -17,24 +18,30 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from io import BytesIO
+from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from byzpg import _parts
 from byzpg._files import write_atomically
+from byzpg._install import install
 from byzpg.config import Config, Settings
-from byzpg.federation.schedule import Plan
+from byzpg.federation.schedule import Extension, Plan
 from byzpg.learning.policies import Policy
+
+if TYPE_CHECKING:  # an extra
+    import pandas
 
 # The metrics that older checkpoints lack, and what they were in all their iterations; see also `config.FORMERLY`.
 FORMERLY = {"gradient_squared": np.nan, "episodes": np.nan}  # the one was never known, the other not recorded
@@ -45,15 +52,27 @@ class TrainedPolicy:
     """A policy with its parameters."""
 
     policy: Policy
-    parameters: np.ndarray  # [d]
+    parameters: np.ndarray = field(repr=False)  # [d]
+    _calls: Iterator[int] = field(default_factory=count, init=False, repr=False)  # numbers those without a key
 
-    def act(self, observation: np.ndarray, key: jax.Array | None = None) -> np.ndarray:
-        """Choose the most likely action at observations [..., features]; with a key, draw one from the policy."""
+    def act(self, observation: npt.ArrayLike, key: jax.Array | None = None, *, greedy: bool = False) -> np.ndarray:
+        """Draw actions from the policy, as in training, at observations [..., features].
+
+        Args:
+            observation: One observation, or many.
+            key: A random key to draw with. Default: one that depends on how often this object has drawn without a key,
+                so calls in a row differ, and a program that loads a policy and plays acts alike every time.
+            greedy: Take the most likely action instead. It can be far worse than what was trained.
+        """
+        if greedy and key is not None:
+            raise ValueError("greedy actions are not drawn: leave out key, or greedy.")
         seen = np.asarray(observation, np.float32)
         if seen.shape[-1:] != (self.policy.observation_size,):
             raise ValueError(
                 f"observation must have {self.policy.observation_size} features in its last axis, got {seen.shape}."
             )
+        if not greedy and key is None:
+            key = jax.random.fold_in(jax.random.key(0), next(self._calls))
         return np.asarray(_act(self.policy, self.parameters, seen, key))
 
 
@@ -121,6 +140,15 @@ class Run:
             complete=all(end == plan.num_iterations for plan, end in zip(plans, ends, strict=True)),
         )
 
+    def __repr__(self) -> str:
+        settings, ends = self.settings, self.num_iterations - 1
+        attack = f" ({settings.num_attackers} attacking, {settings.attack})" if settings.num_attackers else ""
+        agents = f"{settings.num_agents} agent{'s' * (settings.num_agents > 1)}{attack}"
+        seeds = f"{settings.num_seeds} seed{'s' * (settings.num_seeds > 1)}"
+        reached = f"{np.max(self.progress)}{'' if self.complete else f' of {settings.length}'} {settings.unit}"
+        last = np.mean(self.returns[np.arange(len(ends)), ends])
+        return f"Run({settings.env}, {settings.algorithm}, {agents}, {seeds}, {reached}, last return {last:.4g})"
+
     @property
     def num_iterations(self) -> np.ndarray:
         """The number of iterations [seed] that are done."""
@@ -163,6 +191,28 @@ class Run:
         finite = np.all(np.isfinite(self.parameters["last"]), axis=(1, 2))
         return [self.settings.seed + int(index) for index in np.flatnonzero(~finite)]
 
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """A table with one row per seed and iteration that is done, as a pandas DataFrame.
+
+        The columns are seed, iteration (from 0), trajectories or steps, large, and all metrics, as in a log of the run.
+
+        Raises:
+            ValueError: If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ValueError(f"to_dataframe needs pandas: {install('pandas')}.") from None
+        seed, iteration = np.nonzero(np.arange(self.progress.shape[1]) < self.num_iterations[:, None])
+        columns: dict[str, np.ndarray] = {
+            "seed": self.settings.seed + seed,
+            "iteration": iteration,
+            self.settings.unit: self.progress[seed, iteration],
+            "large": self.large[seed, iteration],
+        }
+        columns |= {name: np.asarray(values, float)[seed, iteration] for name, values in self.metrics.items()}
+        return pandas.DataFrame(columns)
+
     def policy(self, seed: int = 0, agent: int = 0, output: str | None = None) -> TrainedPolicy:
         """The trained policy of one agent.
 
@@ -199,11 +249,14 @@ class Checkpoint:
     iteration: int  # entries of the timetable that are done; where seeds share one coin, iterations
     state: list[np.ndarray]  # leaves of the simulation's state
     metrics: dict[str, np.ndarray]  # name: [seed, entry]
+    extension: Extension | None = None  # of a run that was extended
 
     def as_arrays(self) -> dict[str, Any]:
         """All of it by name; `of` reads it back."""
         arrays: dict[str, Any] = {f"state_{index}": leaf for index, leaf in enumerate(self.state)}
         arrays |= {f"metric_{name}": values for name, values in self.metrics.items()}
+        if self.extension is not None:
+            arrays |= {f"extension_{name}": values for name, values in vars(self.extension).items()}
         return arrays | {"iteration": self.iteration}
 
     @classmethod
@@ -215,7 +268,10 @@ class Checkpoint:
         if "return_mean" in metrics:
             for name, value in FORMERLY.items():
                 metrics.setdefault(name, np.full_like(metrics["return_mean"], value))
-        return cls(int(arrays["iteration"]), state, metrics)
+        extension = None
+        if "extension_begin" in arrays:
+            extension = Extension(arrays["extension_begin"], arrays["extension_output_iteration"])
+        return cls(int(arrays["iteration"]), state, metrics, extension)
 
 
 class RunDirectory:
@@ -267,7 +323,7 @@ class RunDirectory:
         if not path.is_file():
             return []
         with _reading(str(path)):
-            return [_parts.Part.from_data(values) for values in json.loads(path.read_text())["modules"]]
+            return [_parts.Part.from_data(values) for values in json.loads(path.read_text(encoding="utf-8"))["modules"]]
 
     @property
     def complete(self) -> bool:
@@ -276,15 +332,32 @@ class RunDirectory:
     def write_provenance(self, about: Mapping[str, Any]) -> None:
         self._write_json("provenance.json", about)
 
+    def read_provenance(self) -> dict[str, Any]:
+        path = self.path / "provenance.json"
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._write_arrays("checkpoint.npz", checkpoint.as_arrays() | {"config": self._config_digest()})
+
+    def extend(self, settings: Settings, checkpoint: Checkpoint) -> None:
+        """Turn a complete run into an unfinished one with a longer plan; stopped anywhere, it is one or the other."""
+        longer = _as_json(settings.as_data())
+        both = np.stack([self._config_digest(), _digest(longer)])
+        self._write_arrays("checkpoint.npz", checkpoint.as_arrays() | {"config": both})
+        (self.path / "parameters.npz").unlink()
+        (self.path / "metrics.npz").unlink()
+        write_atomically(self.path / "config.json", lambda file: file.write(longer))
 
     def read_checkpoint(self) -> Checkpoint | None:
         """The last checkpoint, or None if there is none yet; one of another configuration is an error."""
         if not (self.path / "checkpoint.npz").is_file():
             return None
         arrays = self._read_arrays("checkpoint.npz")
-        if not np.array_equal(arrays.get("config", np.zeros(0)), self._config_digest()):
+        digests = np.atleast_2d(arrays.get("config", np.zeros(0)))  # two, where a run is being extended
+        if not any(np.array_equal(each, self._config_digest()) for each in digests):
             raise ValueError(
                 f"{self.path / 'checkpoint.npz'} belongs to another configuration than the config.json beside it: "
                 "put that config.json back, or train again in another directory."
@@ -302,11 +375,10 @@ class RunDirectory:
         return _complete(self.settings(), *tables, str(self.path))
 
     def _config_digest(self) -> np.ndarray:
-        return np.frombuffer(sha256((self.path / "config.json").read_bytes()).digest(), np.uint8)
+        return _digest((self.path / "config.json").read_bytes())
 
     def _write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-        write_atomically(self.path / name, lambda file: file.write(text.encode()))
+        write_atomically(self.path / name, lambda file: file.write(_as_json(values)))
 
     def _write_arrays(self, name: str, arrays: Mapping[str, Any]) -> None:
         write_atomically(self.path / name, lambda file: np.savez(file, allow_pickle=False, **arrays))
@@ -315,6 +387,14 @@ class RunDirectory:
         path = self.path / name
         with _reading(str(path)), path.open("rb") as file:
             return _arrays(file)
+
+
+def _as_json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _digest(content: bytes) -> np.ndarray:
+    return np.frombuffer(sha256(content).digest(), np.uint8)
 
 
 def packed(run: Run) -> bytes:

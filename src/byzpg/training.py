@@ -7,7 +7,7 @@ Runs that differ only in their agents' number, rules and attacks share one progr
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from math import inf
@@ -21,8 +21,9 @@ from jax.errors import JaxRuntimeError
 from byzpg.config import Config, Settings
 from byzpg.federation import devices
 from byzpg.federation.metrics import METRICS
-from byzpg.federation.schedule import Timetable
+from byzpg.federation.schedule import Extension, Timetable
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState, States
+from byzpg.logs import Log, OnIteration, Report, check_logs, open_log, reports
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
 # Iterations between two looks at the clock: few enough for Ctrl-C, enough to hide the way to the host and back.
@@ -57,13 +58,24 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
-def train(config: Config, directory: str | Path | None = None, on_progress: OnProgress | None = None) -> Run:
+def train(
+    config: Config,
+    directory: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    *,
+    on_iteration: OnIteration | None = None,
+    log: Sequence[str] = (),
+) -> Run:
     """Train a federation.
 
     Args:
         config: What to train.
         directory: Where to keep the run, so that it can be resumed; without it, the run exists in memory alone.
         on_progress: Called after every block of iterations. What it raises stops training, after a checkpoint.
+        on_iteration: Called for every iteration, in order, with all metrics of all seeds (`byzpg.logs.Report`).
+            Iterations run in blocks, and the calls for a block come after it. What it raises stops training, after a
+            checkpoint of the whole block.
+        log: The logs to write into the directory: jsonl, tensorboard, wandb.
 
     Returns:
         The run, with metrics and trained policies.
@@ -77,23 +89,90 @@ def train(config: Config, directory: str | Path | None = None, on_progress: OnPr
     True
     """
     settings = config.resolved()
+    if log and directory is None:
+        raise ValueError(f"log = {log!r} needs a directory: logs lie in the directory of the run.")
+    check_logs(log)
     kept = None if directory is None else RunDirectory.create(Path(directory), settings)
-    return _Program([_Pending(settings, kept, None)]).run(on_progress)[0]
+    with _logging([_Pending(settings, kept, None)], log) as pending:
+        return _Program(pending).run(on_progress, on_iteration)[0]
 
 
-def resume(directory: str | Path, on_progress: OnProgress | None = None) -> Run:
-    """Continue a run from its last checkpoint; a complete run is only loaded.
+def resume(
+    directory: str | Path,
+    on_progress: OnProgress | None = None,
+    *,
+    on_iteration: OnIteration | None = None,
+    log: Sequence[str] = (),
+    trajectories: int | None = None,
+    steps: int | None = None,
+) -> Run:
+    """Continue a run from its last checkpoint; a complete run is only loaded, unless a greater length is given.
 
     On the same machine, with the same number of JAX devices, the result is bit-identical to an uninterrupted run. There
     is one exception: agents with a critic begin new episodes on a host task, whose environments cannot be saved.
+
+    Args:
+        directory: The directory of the run.
+        on_progress: As for `train`.
+        on_iteration: As for `train`, for the iterations after the checkpoint; `load` has those before it.
+        log: As for `train`. Iterations that a log lacks are written first, and none is written twice.
+        trajectories: A new length of the run in all, to which a complete run is extended: see `extend`.
+        steps: The same for algorithms with a critic.
     """
+    extend(directory, trajectories=trajectories, steps=steps)
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
         return kept.read_results()
-    return _Program([_Pending(kept.settings(), kept, kept.read_checkpoint())]).run(on_progress)[0]
+    with _logging([_Pending(kept.settings(), kept, kept.read_checkpoint())], log) as pending:
+        return _Program(pending).run(on_progress, on_iteration)[0]
 
 
-def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = None) -> None:
+def extend(directory: str | Path, *, trajectories: int | None = None, steps: int | None = None) -> bool:
+    """Give a complete run a greater length, so that `resume` trains it on; with the length that it has, do nothing.
+
+    The last parameters will be bit-identical to those of one long run, with two exceptions. If the step size decays,
+    it depends on the length: the extension follows the schedule of the new length, and so begins with larger steps than
+    the run ended with. The iteration T̂ of the uniform output is the long run's only if it is not over yet; otherwise it
+    stays. T̂ is uniform in either case.
+
+    Args:
+        directory: The directory of the run.
+        trajectories: The number of trajectories per agent, those that are done included.
+        steps: The number of steps per agent, in place of trajectories for algorithms with a critic.
+
+    Returns:
+        Whether the run was extended.
+
+    Raises:
+        ValueError: If the run cannot be extended; it is unchanged then.
+    """
+    kept = RunDirectory.open(Path(directory))
+    settings = kept.settings()
+    unit, given = settings.unit, {"trajectories": trajectories, "steps": steps}
+    for name, length in given.items():
+        if length is not None and name != unit:
+            raise ValueError(f"{name} = {length} has no effect with {settings.algorithm}: set {unit}.")
+    length = given[unit]
+    if length in (None, settings.length):
+        return False
+    if length < settings.length:
+        raise ValueError(f"{directory} has {settings.length} {unit}: {unit} must be at least that, got {length}.")
+    if not kept.complete:
+        raise ValueError(
+            f"{directory} has not reached its {settings.length} {unit}: finish it first with "
+            f"`byzpg resume {directory}`, then extend it."
+        )
+    checkpoint = kept.read_checkpoint()
+    if checkpoint is None:
+        raise ValueError(f"{directory} has no checkpoint.npz, from which it could be extended.")
+    run = kept.read_results()
+    longer = replace(settings, **{unit: length})
+    extension = Extension(run.num_iterations, run.output_iteration)
+    kept.extend(longer, Checkpoint(run.progress.shape[1], checkpoint.state, dict(run.metrics), extension))
+    return True
+
+
+def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = None, log: Sequence[str] = ()) -> None:
     """Continue many runs, as many as possible in one program; complete ones are left alone.
 
     The result of a run is the same as alone up to rounding, which depends on the runs it shares a program with.
@@ -115,7 +194,8 @@ def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = Non
             label = f"program {number} of {len(parts)} ({len(part)} runs), " if len(parts) > 1 else ""
             on_progress(replace(progress, done=done, label=label, seconds=time.monotonic() - started))
 
-        _Program(part).run(None if on_progress is None else of_all)
+        with _logging(part, log) as logged:
+            _Program(logged).run(None if on_progress is None else of_all)
         before += work
 
 
@@ -171,7 +251,7 @@ def load(directory: str | Path) -> Run:
         )
     settings = kept.settings()
     simulation = simulation_of(settings)
-    timetable = settings.schedule().timetable(simulation.initial_parameters())
+    timetable = settings.schedule().timetable(simulation.initial_parameters(), checkpoint.extension)
     return _results(settings, timetable, _restored(simulation, timetable, [checkpoint])[0], checkpoint.metrics)
 
 
@@ -207,10 +287,15 @@ class _Pending:
     settings: Settings
     kept: RunDirectory | None
     checkpoint: Checkpoint | None
+    logs: tuple[Log, ...] = ()
 
     @property
     def begin(self) -> int:
         return self.checkpoint.iteration if self.checkpoint is not None else 0
+
+    @property
+    def extension(self) -> Extension | None:
+        return None if self.checkpoint is None else self.checkpoint.extension
 
     @property
     def program(self) -> Any:
@@ -218,7 +303,8 @@ class _Pending:
         settings = self.settings
         length = (settings.switch_probability, settings.coins, settings.length)
         alone = self.kept if simulation_of(settings).on_host else None
-        return settings.federation().agent.shared, settings.seeds, length, self.begin, alone
+        extended = self.extension and tuple(values.tobytes() for values in vars(self.extension).values())
+        return settings.federation().agent.shared, settings.seeds, length, self.begin, extended, alone
 
     @property
     def batch(self) -> int:
@@ -233,6 +319,19 @@ class _Pending:
         settings = self.settings
         steps = settings.length * (settings.ppo.epochs if settings.has_critic else settings.horizon)
         return settings.num_seeds * settings.num_agents * steps * settings.bound_policy().dimension ** 0.5
+
+
+@contextmanager
+def _logging(pending: Sequence[_Pending], names: Sequence[str]) -> Iterator[list[_Pending]]:
+    """The runs with logs of these names, which are open meanwhile."""
+    with ExitStack() as opened:
+
+        def with_logs(each: _Pending) -> _Pending:
+            assert each.kept is not None
+            logs = [open_log(name, each.kept.path, each.settings) for name in dict.fromkeys(names)]
+            return replace(each, logs=tuple(opened.enter_context(closing(log)) for log in logs))
+
+        yield [with_logs(each) for each in pending] if names else list(pending)
 
 
 def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
@@ -259,7 +358,8 @@ class _Program:
         self.simulation = simulation_of(*(each.settings for each in pending))
         if devices.leads() and self.simulation.on_host:
             raise ValueError(f"{settings.env} is a host task, which one process plays: leave out coordinator.")
-        self.timetable = settings.schedule().timetable(self.simulation.initial_parameters())
+        self.extension = pending[0].extension
+        self.timetable = settings.schedule().timetable(self.simulation.initial_parameters(), self.extension)
         self.done = pending[0].begin
         self.blocks: list[list[dict[str, np.ndarray]]] = [[] for _ in pending]  # metrics of each run, block by block
         checkpoints = [each.checkpoint for each in pending if each.checkpoint is not None]
@@ -270,10 +370,16 @@ class _Program:
             self.states = self.simulation.start()
         self.venue = self.simulation.venue()
         self.next_save = self.started + CHECKPOINT_SECONDS
+        self.logged = 0  # entries that all logs have; at first they are given all, and pass over those that they have
         self.pace = inf  # seconds per iteration of the last block; nothing is known of the first one
 
-    def run(self, on_progress: OnProgress | None) -> list[Run]:
-        """Train to the end; what `on_progress` raises stops all processes, and is raised again once all is saved."""
+    def run(self, on_progress: OnProgress | None, on_iteration: OnIteration | None = None) -> list[Run]:
+        """Train to the end; what a callback or a log raises stops all processes, and is raised once all is saved.
+
+        Args:
+            on_progress: Called after every block.
+            on_iteration: Called for every iteration of the first run, after its block.
+        """
         stopped, decision = None, GO_ON
         if devices.leads():
             _lead(self.pending)
@@ -281,17 +387,37 @@ class _Program:
             while self.done < self.timetable.num_entries and decision != STOP:
                 self._run_block()
                 try:
-                    if on_progress is not None:
+                    if stopped is None and on_iteration is not None:
+                        for report in self._latest_reports():
+                            on_iteration(report)
+                    if stopped is None and on_progress is not None:
                         on_progress(self._progress())
                 except BaseException as error:  # Ctrl-C among others
                     stopped = error
                 decision = devices.broadcast_number(self._decide(stopped))
                 if decision != GO_ON:
                     self._save()
+                    try:
+                        self._log()
+                    except BaseException as error:
+                        stopped = error if stopped is None else stopped
             states = self.simulation.fetched(self.states)
         if stopped is not None:
             raise stopped
         return [] if decision == STOP else self._finish(states)
+
+    def _latest_reports(self) -> Iterator[Report]:
+        latest = self.blocks[0][-1]
+        first = self.done - latest["return_mean"].shape[1]
+        return reports(self.pending[0].settings, self.timetable, latest, first)
+
+    def _log(self) -> None:
+        """Bring all logs up to the checkpoint."""
+        for each, blocks in zip(self.pending, self.blocks, strict=True):
+            latest = {name: values[:, self.logged :] for name, values in _joined(blocks).items()} if each.logs else {}
+            for log in each.logs:
+                log.extend(reports(each.settings, self.timetable, latest, self.logged))
+        self.logged = self.done
 
     def _run_block(self) -> None:
         began = time.monotonic()
@@ -346,7 +472,8 @@ class _Program:
         began = time.monotonic()
         for each, state, blocks in zip(self.pending, self.simulation.fetched(self.states), self.blocks, strict=True):
             if each.kept is not None:
-                each.kept.write_checkpoint(Checkpoint(self.done, jax.tree.leaves(state), _joined(blocks)))
+                saved = Checkpoint(self.done, jax.tree.leaves(state), _joined(blocks), self.extension)
+                each.kept.write_checkpoint(saved)
         spent = time.monotonic() - began
         self.next_save = time.monotonic() + max(CHECKPOINT_SECONDS, spent / CHECKPOINT_SHARE)
 

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from io import StringIO
 from pathlib import Path
 
 import gymnasium
@@ -18,19 +19,24 @@ from forking import Forked
 from live_federation import until
 from matplotlib import pyplot
 from PIL import Image, ImageSequence
+from rich.console import Console
 
 from byzpg import Config, __version__, cli, envs, load
+from byzpg._install import install
 from byzpg._registry import FAMILIES, members, summary
 from byzpg.cli import reproduce
-from byzpg.cli.console import console
+from byzpg.cli.console import console, survive_any_terminal
 from byzpg.cli.labels import curves
+from byzpg.cli.parsing import BASIC
 from byzpg.cli.tables import BEST, LAST_TENTH, SOLVED, WEIGHT, runs_table
 from byzpg.cli.train import free_directory
 from byzpg.envs import host
 from byzpg.experiments import figures, paper
 from byzpg.experiments.results import Result, Results
+from byzpg.experiments.statistics import mean_and_deviation, significant
 from byzpg.experiments.summaries import attacker_weight, best_return, final_returns
 from byzpg.federation.algorithms import ALGORITHMS
+from byzpg.federation.devices import Hardware
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
 Here = Callable[..., subprocess.CompletedProcess[str]]
@@ -105,7 +111,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
     """The folder in which a user has trained, and what the command said; the options come from a file and the line."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "tiny.toml").write_text(OPTIONS)
-    done = byzpg("train", "--config", "tiny.toml", "--trajectories", "60", "--attack", "sign-flip", folder=folder)
+    options = ["--trajectories", "60", "--attack", "sign-flip", "--log", "jsonl"]
+    done = byzpg("train", "--config", "tiny.toml", *options, folder=folder)
     return folder, done
 
 
@@ -136,18 +143,19 @@ def test_train_trains_compares_and_concludes(trained: tuple[Path, subprocess.Com
     ours, naive = load(run), load(run / "plain-averaging")
     total = int(np.mean(ours.trajectories[:, -1]))
     assert re.search(
-        rf"^{total} of {total} trajectories per agent, return \d+ \(100% done after \d+ s\)$", done.stdout, re.MULTILINE
+        rf"^{total} of {total} trajectories per agent, return [\d.]+ \(100% done after \d+ s\)$",
+        done.stdout,
+        re.MULTILINE,
     )
     rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines() if " never " in line]
     ends = []
     for run_of, row in zip((ours, naive), rows, strict=True):
         late = final_returns(Result.of(run_of))
-        ends.append(f"{late.mean():.0f}")
+        ends.append(significant(late.mean()))
         assert run_of.settings.algorithm in row[0]
-        assert row[1] == f"{late.mean():.0f} ± {late.std():.0f}"
-        assert row[2:] == [
-            *(f"{best_return(Result.of(run_of)):.0f}", "never", f"{attacker_weight(Result.of(run_of)):.1%}")
-        ]
+        assert row[1] == mean_and_deviation(late)
+        best, weight = best_return(Result.of(run_of)), attacker_weight(Result.of(run_of))
+        assert row[2:] == [significant(best), "never", f"{weight:.1%}"]
     assert f"With 1 of 5 agents attacking, ByzPG ends at {ends[0]} and plain averaging at {ends[1]}.\n" in done.stdout
     with Image.open(run / "curves.png") as picture:
         assert picture.format == "PNG"
@@ -175,7 +183,7 @@ def test_options_on_the_line_come_before_those_in_the_file(run: Path) -> None:
     assert naive.complete
     assert ours.parameters["last"].shape == (3, 1, 30)  # a server's
     command = json.loads((run / "provenance.json").read_text())["command"]
-    assert command[1:] == ["train", "--config", "tiny.toml", "--trajectories", "60", "--attack", "sign-flip"]
+    assert command[1:7] == ["train", "--config", "tiny.toml", "--trajectories", "60", "--attack"]
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
@@ -246,6 +254,40 @@ def test_plot_compares_runs(run: Path, tmp_path: Path, here: Here) -> None:
     assert any(text.startswith("interquartile mean") for text in texts)
 
 
+def test_resume_extends_a_run_and_the_one_it_is_compared_with(
+    run: Path, tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it then ends as one long run is tested where runs are tested."""
+    monkeypatch.setattr(Hardware, "start", lambda self: None)  # this process has taken its devices
+    finished = list[Path]()
+    monkeypatch.setattr("byzpg.cli.resume.finish", lambda path, log: finished.append(path))
+    shutil.copytree(run, tmp_path / "longer")
+    done = here("resume", "longer", "--trajectories", "64")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("longer", "longer/plain-averaging"):
+        assert f"{name} is extended from 60 to 64 trajectories per agent.\n" in done.stdout
+        assert RunDirectory.open(tmp_path / name).settings().trajectories == 64
+        assert not load(tmp_path / name).complete
+    assert finished == [Path("longer")]
+    assert here("resume", "longer", "--trajectories", "64").stdout == ""
+
+
+def test_resume_says_what_an_extension_changes(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "start", lambda self: None)
+    settings = Config(num_agents=1, num_byzantine=0, num_seeds=3, decay=0.8, trajectories=100).resolved()
+    made = a_run(Config(num_agents=1, num_byzantine=0, num_seeds=3, decay=0.8))
+    for path in (tmp_path / "mine", tmp_path / paper.run_name(settings)):
+        kept = RunDirectory.create(path, settings)
+        kept.write_checkpoint(Checkpoint(10, [], dict(made.metrics)))
+        kept.write_results(replace(made, parameters={"last": np.zeros((3, 1, 2)), "uniform": np.zeros((3, 1, 2))}))
+    done = here("resume", "mine", "--trajectories", "200")  # and fails later, as its state is made up
+    assert "mine is extended from 100 to 200 trajectories per agent.\n" in done.stdout
+    assert "Its step size decays by 80% over the run: it now goes up again" in done.stdout
+    refused = here("resume", paper.run_name(settings), "--trajectories", "200")
+    assert refused.returncode == 2
+    assert "belongs to a sweep or an experiment, and its name stands for its length" in refused.stderr
+
+
 def a_run(config: Config) -> Run:
     trajectories = np.tile(np.arange(1, 11) * 10, (3, 1))
     metrics = {"return_mean": np.linspace(20, 480, 10) + np.zeros((3, 1)), "byzantine_weight": np.full((3, 10), np.nan)}
@@ -309,7 +351,7 @@ def test_the_summary_counts_seeds_that_diverged() -> None:
     every.returns[:, :] = np.nan
     columns = columns_of({Path("some"): some, Path("every"): every})
     assert columns[LAST_TENTH] == ["1 of 3 diverged", "diverged"]
-    assert columns[BEST] == [f"{some.returns[0, 4]:.0f}", "–"]
+    assert columns[BEST] == [significant(some.returns[0, 4]), "–"]
 
 
 def gymnasium_returns(run: Run, episodes: int) -> list[float]:
@@ -320,7 +362,7 @@ def gymnasium_returns(run: Run, episodes: int) -> list[float]:
         returns.append(0.0)
         ended = False
         while not ended:
-            observation, reward, terminated, truncated, _ = environment.step(int(policy.act(observation)))
+            observation, reward, terminated, truncated, _ = environment.step(int(policy.act(observation, greedy=True)))
             returns[-1] += float(reward)
             ended = terminated or truncated
     environment.close()
@@ -334,16 +376,30 @@ def test_play_shows_the_policy_in_the_real_environment(run: Path, tmp_path: Path
     assert done.stderr == ""
     returns = gymnasium_returns(load(run), 3)
     shown = ", ".join(f"{each:g}" for each in returns)
-    assert f"CartPole-v1, 3 episodes: mean return {np.mean(returns):.1f} ({shown})" in done.stdout
+    sampled, greedy = re.findall(r"mean return [\d.]+ \((.+)\)", done.stdout)
+    assert done.stdout.splitlines()[0] == "CartPole-v1, 3 episodes"
+    assert greedy == shown
+    assert f"\n  greedy: mean return {significant(sum(returns) / 3)} ({shown})\n" in done.stdout
+    assert sampled != greedy
     with Image.open(tmp_path / "play.gif") as animation:
         frames = [np.asarray(frame.convert("RGB")).tobytes() for frame in ImageSequence.Iterator(animation)]
         assert animation.size == (300, 200)
     assert len(set(frames)) > 3
-    assert len(frames) <= returns[0] / 2 + 1
+    assert len(frames) <= float(sampled.split(",")[0]) / 2 + 1
 
-    sampled = here("play", run, *options, "--sample")
-    assert sampled.returncode == 0, sampled.stdout + sampled.stderr
-    assert shown not in sampled.stdout
+    again = here("play", run, *options, "--greedy")
+    assert again.stdout.splitlines()[:3] == done.stdout.splitlines()[:3]
+    with Image.open(tmp_path / "play.gif") as animation:
+        animated = sum(1 for _ in ImageSequence.Iterator(animation))
+    assert len(frames) != animated <= returns[0] / 2 + 1
+
+
+def test_play_tells_the_returns_before_it_writes_files(run: Path, tmp_path: Path, here: Here) -> None:
+    Path(tmp_path / "taken").write_text("a file where the folder should be")
+    done = here("play", run, "--episodes", "1", "--output", "taken/play.gif")
+    assert done.returncode == 2
+    assert "greedy: mean return" in done.stdout
+    assert "taken" in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["gymnasium", "pygame"])
@@ -353,7 +409,7 @@ def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path:
     before = contents(run)
     first = os.pathsep.join([str(tmp_path / "shim"), os.environ.get("PYTHONPATH", "")])
     assert forked("play", run, "--episodes", "1", folder=tmp_path, PYTHONPATH=first).wait() == 2
-    assert said(tmp_path)[1] == "error: playing needs Gymnasium and its renderers: pip install 'byzpg[gymnasium]'.\n"
+    assert said(tmp_path)[1] == f"error: playing needs Gymnasium and its renderers: {install('gymnasium')}.\n"
     assert contents(run) == before
 
 
@@ -362,12 +418,13 @@ def test_export_writes_a_policy_and_says_how_to_use_it(kind: str, suffix: str, r
     done = here("export", run, "--format", kind, "--index", "2", "--output", f"folder/policy.{suffix}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    written, shape, use = done.stdout.splitlines()
+    written, shape, use, drawing = done.stdout.splitlines()
     size = Path("folder", f"policy.{suffix}").stat().st_size
     assert written == f"Policy of CartPole-v1: folder/policy.{suffix} ({size:,} bytes)"
     assert shape == "Categorical, layers 4 → 4 → 2 (relu, identity), seed 2, agent 0"
     assert use.startswith("Use it: ")
     assert f"folder/policy.{suffix}" in use
+    assert drawing.startswith("To act as in training, draw from the logits.")
     again = here("export", run, "--format", kind, "--output", f"folder/policy.{suffix}")
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr == f"error: folder/policy.{suffix} already exists: remove it, or choose another file.\n"
@@ -379,6 +436,29 @@ def test_export_writes_beside_the_run_by_default(run: Path, tmp_path: Path, here
     with np.load("run/policy.npz") as file:
         theta = np.concatenate([file[name].ravel() for name in ("weight_0", "bias_0", "weight_1", "bias_1")])
     np.testing.assert_array_equal(theta, load(run).parameters["last"][0, 0])
+
+
+def test_export_writes_scores_for_rliable(run: Path, here: Here) -> None:
+    done = here("export", run, run / "plain-averaging", "--format", "rliable")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[:3] == [
+        "Scores: scores.json, for the task CartPole-v1",
+        "  ByzPG with RFA: 3 runs",
+        "  Fed-PAGE-PG with plain averaging: 3 runs",
+    ]
+    scores = json.loads(Path("scores.json").read_text())
+    np.testing.assert_allclose(np.array(scores["ByzPG with RFA"])[:, 0], final_returns(Result.of(load(run))))
+    again = here("export", run, "--format", "rliable")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == "error: scores.json already exists: remove it, or choose another file.\n"
+
+
+def test_the_log_of_a_run_and_of_the_one_it_is_compared_with(run: Path) -> None:
+    for path in (run, run / "plain-averaging"):
+        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        table = load(path).to_dataframe().sort_values(["iteration", "seed"])
+        rows.sort(key=lambda row: (row["iteration"], row["seed"]))
+        assert [row["return_mean"] for row in rows] == table["return_mean"].tolist()
 
 
 def test_list_names_and_explains_everything(here: Here) -> None:
@@ -402,12 +482,28 @@ def test_help_is_worth_reading(here: Here) -> None:
         "--num-agents INT Number of agents K, attackers included. Default: 13, or 1 for algorithms of one agent alone.",
         "--num-attackers INT Number of agents that really attack.",
         "--attack NAME What attackers do; `byzpg list` shows all attacks. (default: AvgZero)",
-        "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers. (default: set by the preset)",
+        "--hidden {[INT [INT ...]]} Sizes of the policy's hidden layers. (default: 16 16)",
+        "Here, defaults are those of the preset tuned for DecByzPPO on CartPole-v1.",
+        "--large-batch INT Number of trajectories N in a large batch. (not used by DecByzPPO)",
         "--directory PATH Directory for the run, which must be new or empty.",
         "Example: byzpg train ",
     ):
         assert line in text
     assert "default: None" not in text
+    # What most people set comes first, and every option is there once.
+    places = [re.search(rf" --{option.name.replace('_', '-')}[ ,]", text) for option in fields(Config)]
+    places = [place.start() for place in places if place]
+    advanced = text.index("advanced options")
+    basic = [option.name for option, place in zip(fields(Config), places, strict=True) if place < advanced]
+    assert {"env", "attack", "aggregator", "step_size"} <= {*basic} == {*BASIC}
+    assert len({*places}) == len(places)
+    other = here("train", "--env", "LunarLander-v3", "--preset=paper", "--num-agents", "9", "--help").stdout
+    text = " ".join(other.replace("│", " ").split())
+    told = {"num-byzantine": "(here: 2)", "large-batch": "(default: 96)", "discount": "(default: 0.999)"}
+    for option, value in told.items():
+        assert text.split(f" --{option} ")[1].split(" --")[0].endswith(value), option
+    mistaken = here("train", "--algorithm", "nonsense", "--help").stdout  # help is help
+    assert "set by the preset" in mistaken
 
 
 def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here) -> None:
@@ -422,6 +518,44 @@ def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here)
         assert words[0].endswith("."), name
         assert "Example: byzpg" in help_text or name == "list", name
         assert "default: None" not in help_text, name
+
+
+def test_output_needs_no_utf_8_and_no_reader(tmp_path: Path) -> None:
+    plain = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = byzpg("list", folder=tmp_path, **plain)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the mean of the K - f rows" in done.stdout
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread:
+        for arguments in (["list"], ["train", "--help"]):  # from rich, and from tyro
+            with (tmp_path / "err").open("w") as errors:
+                code = Forked(*arguments, stdout=unread, stderr=errors, folder=tmp_path).wait()
+            assert (code, (tmp_path / "err").read_text()) == (141, "")
+
+
+def test_plain_characters_can_be_read(here: Here) -> None:
+    survive_any_terminal()
+    for text, expected in {
+        "θ̂ ← β m ± 2σ": "theta <- beta m +/- 2sigma",
+        "‖x‖² ≤ ⌊K/4⌋ …": "||x||^2 <= floor(K/4) ...",
+        "Grötschla – 3 × 4": "Grotschla - 3 x 4",
+        "╭─ a │": "+- a |",
+    }.items():
+        assert text.encode("ascii", "byzpg-plain").decode() == expected
+    for command in (["train", "--help"], ["list"], ["reproduce", "--help"], ["certify", "--help"]):
+        text = here(*command).stdout
+        assert text.encode("ascii", "byzpg-plain").decode().count("?") == text.count("?"), command
+
+
+def test_numbers_stay_whole_on_narrow_terminals() -> None:
+    runs = {Path("a/long/path/of/a/run/that/is/folded"): a_run(Config())}
+    narrow = Console(width=60, file=StringIO())
+    narrow.print(runs_table(runs, with_paths=True))
+    text = narrow.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert mean_and_deviation(final_returns(Result.of(next(iter(runs.values()))))) in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 60
 
 
 def test_version(here: Here) -> None:
@@ -512,14 +646,21 @@ BAD: dict[str, list[str]] = {
     "reproduce joining --task AliasedStates-v1": ["AliasedStates-v1 has none", "Acrobot-v1"],
     "reproduce joining --task CartPole-v1 --panel AvgZeros": ["no panel 'AvgZeros'", "Did you mean 'AvgZero'?"],
     "reproduce joining --task CartPole": ["no environment 'CartPole'", "Did you mean 'CartPole-v1'?"],
-    "report": ["report needs at least one .npz file"],
+    "report": ["report needs at least one path: the directory of a run"],
     "report nowhere.npz": ["nowhere.npz cannot be read"],
-    "report misspelt.toml": ["misspelt.toml cannot be read as results of `byzpg reproduce`"],
+    "report misspelt.toml": ["misspelt.toml holds no run: name the directory of a run"],
     "report nowhere.npz --output page.txt": ["must end in .html, got page.txt"],
     "train --aggregator RFA --num-byzantine 7": [
-        "RFA() needs f < K/2; 7 of 13 agents breaks that: use num_byzantine ≤ 6."
+        "RFA() needs f < K/2; 7 of 13 agents breaks that: use num_byzantine ≤ 6, or at least 15 agents."
     ],
-    "train --num-byzantine 4": ["MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3."],
+    "train --num-byzantine 4": [
+        "MDA() needs f < K/4; 4 of 13 agents breaks that: use num_byzantine ≤ 3, or at least 17 agents."
+    ],
+    "train --learning-rate 0.1": ["there is no option --learning-rate. Did you mean --step-size?"],
+    "federation demo --gamma=0.9": ["there is no option --gamma. Did you mean --discount?"],
+    "train --aggregator geomed": ["there is no aggregator 'geomed'", "Did you mean 'RFA'?"],
+    "train --attack sign_flipping": ["Did you mean 'SignFlip'?"],
+    "train --num-agents 5 --num-byzantine 1 --num-attackers 6": ["got 6, for which num_agents must be at least 7."],
     "train --algorithm ByzPG --aggregator Krum --num-byzantine 4": ["Krum()", "num_byzantine ≤ 3"],
     "train --large-batch 50 --small-batch 51": ["small_batch must be at most large_batch = 50, got 51."],
     "train --switch-probability 0": ["switch_probability must lie in (0, 1], got 0.0."],
@@ -543,7 +684,7 @@ BAD: dict[str, list[str]] = {
     "resume changed": ["changed/checkpoint.npz belongs to another configuration than the config.json beside it"],
     "resume nowhere": ["nowhere holds no run: there is no config.json in it."],
     "resume": ["PATH"],
-    "plot": ["plot needs the directory of at least one run."],
+    "plot": ["plot needs at least one path: the directory of a run"],
     "plot started": ["started has not reached its first checkpoint: continue it with `byzpg resume started`."],
     "plot started --output picture.bmp": ["must end in .png, .svg or .pdf"],
     "play nowhere": ["nowhere holds no run"],
@@ -553,6 +694,10 @@ BAD: dict[str, list[str]] = {
     "export nowhere --format numpy": ["nowhere holds no run: there is no config.json in it."],
     "export started --format numpy": ["started is not complete: finish it with `byzpg resume started`."],
     "export started": ["--format"],
+    "export --format numpy": ["export needs the directory of a run."],
+    "export started nowhere --format numpy": ["--format numpy is for one run, got 2 directories."],
+    "export nowhere --format rliable": ["nowhere holds no run: name the directory of a run"],
+    "train --log csv": ["'csv'", "'jsonl', 'tensorboard', 'wandb'"],
     "export started --format pickle": ["'pickle'", "'onnx', 'safetensors', 'numpy'"],
     "export started --format onnx --output p.npz": ["--output must end in .onnx with --format onnx, got p.npz."],
 }

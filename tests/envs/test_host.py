@@ -1,5 +1,6 @@
 """Tasks on the host: compared with their twins in JAX, written by users, and broken ones."""
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import pytest
 from host_tasks import Corridor
 
 from byzpg import Config, Run, envs, play, resume, train
+from byzpg._install import install
 from byzpg.cli.train import free_directory
 from byzpg.envs import Task, host
 from byzpg.envs.cartpole import CartPole, State
@@ -97,6 +99,34 @@ def test_a_name_makes_a_task(task: HostTask) -> None:
     assert hash(envs.make(task.name)) == hash(task)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "first_end"),
+    [
+        ("Hopper-v4", (11, 3), "terminated"),  # MuJoCo
+        ("CartpoleSwingup-v1", (5, 1), "truncated"),  # DeepMind Control: a position and a velocity
+        ("Acrobot-v1", (6, 1), "truncated"),  # classic control
+        ("LunarLander-v3", (8, 1), "terminated"),  # Box2D
+        ("FetchReach-v4", (16, 4), "truncated"),  # Gymnasium-Robotics: an observation and two goals
+    ],
+)
+def test_the_suites_of_envpool(name: str, sizes: tuple[int, int], first_end: str) -> None:
+    task = host_task(f"envpool:{name}")
+    assert task.horizon is not None
+    assert (task.observation_size, task.action_space.size) == sizes
+    action = np.zeros(2, np.int32) if isinstance(task.action_space, Discrete) else np.zeros((2, sizes[1]))
+    with task.stage(2) as stage:
+        seen = stage.reset(np.asarray([1, 2]))
+        np.testing.assert_array_equal(seen, stage.reset(np.asarray([1, 2])))
+        assert np.any(seen[0] != seen[1])
+        outcome, steps = stage.step(np.arange(2), action), 1
+        while not np.any(outcome.terminated | outcome.truncated):
+            assert seen.shape == outcome.observations.shape == (2, sizes[0])
+            outcome, steps = stage.step(np.arange(2), action), steps + 1
+    assert np.any(getattr(outcome, first_end))
+    assert (steps == task.horizon) == (first_end == "truncated")
+    np.testing.assert_array_equal(outcome.truncated, first_end == "truncated")
+
+
 BAD = {
     "gymnasium:CartPole-v7": ["Gymnasium has no task 'CartPole-v7'", "Did you mean 'CartPole-v"],
     "gymnasium:no task": ["gymnasium:no task cannot be made (Error: Malformed environment ID"],
@@ -104,14 +134,16 @@ BAD = {
     "envpool:LunaLander-v3": ["EnvPool has no task 'LunaLander-v3'", "Did you mean 'LunarLander-v3'?"],
     "MountainCar-v0": ["MountainCar-v0 is a task of Gymnasium: use the name gymnasium:MountainCar-v0."],
     "gymnasium:Blackjack-v1": ["observations Tuple(Discrete(32)", "vectors: Box of shape (n,)", "FlattenObservation"],
-    "envpool:Pong-v5": ["observations Box(0, 255, (4, 84, 84), uint8)", "vectors"],
+    "envpool:Pong-v5": ["observations of shape (4, 84, 84), such as pixels", "only supports vectors: use a task"],
     "host_tasks:dictionary": ["observations Dict('place': Discrete(2))", "vectors"],
-    "host_tasks:image": ["(8, 8, 3)", "vectors"],
+    "host_tasks:image": ["(8, 8, 3), such as pixels", "vectors"],
     "host_tasks:many_choices": ["actions MultiDiscrete([2 3])", "only supports Discrete actions and vectors"],
     "host_tasks:failing": ["the factory failed (KeyError: 'the map is missing')"],
-    "host_tasks:no_environment": ["must return a gymnasium.Env, got dict"],
-    "host_tasks:coridor": ["host_tasks has no function 'coridor'", "Did you mean 'corridor'?"],
-    "host_taks:corridor": ["'host_taks' cannot be imported", "No module named", "gymnasium:ID, envpool:ID or module:"],
+    "host_tasks:no_environment": ["must make a gymnasium.Env or a byzpg.envs.JaxTask, got dict"],
+    "host_tasks:coridor": ["host_tasks has no 'coridor'", "Did you mean 'corridor'?"],
+    "host_tasks:corridor(size=1)": ["the factory failed (TypeError: corridor() got an unexpected keyword argument"],
+    "host_tasks:START": ["must be a class or a function that makes an environment, got (0.01"],
+    "host_taks:corridor": ["'host_taks' cannot be imported", "No module named", "gymnasium:ID, envpool:ID, gymnax:ID"],
     "gymnasim:CartPole-v1": ["'gymnasim' cannot be imported", "Did you mean 'gymnasium'?"],
     ":corridor": ["the module '' cannot be imported"],
     "host_tasks:corridor": ["host_tasks:corridor does not limit the length of its episodes: set horizon"],
@@ -158,9 +190,9 @@ def test_an_error_inside_a_task_names_the_task() -> None:
 def test_the_error_about_a_missing_extra_says_how_to_install_it(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip" not in host.available()[f"{extra}:ID"]
     monkeypatch.setitem(sys.modules, extra, None)
-    with pytest.raises(ValueError, match=rf"^this task needs \w+: pip install 'byzpg\[{extra}\]'\.$"):
+    with pytest.raises(ValueError, match=rf"^this task needs \w+: {re.escape(install(extra))}\.$"):
         Config(env=f"{extra}:MountainCar-v0").resolved()
-    assert host.available()[f"{extra}:ID"].endswith(f"not installed: pip install 'byzpg[{extra}]'")
+    assert host.available()[f"{extra}:ID"].endswith(f"not installed: {install(extra)}")
 
 
 def test_actions_without_bounds_cannot_be_uniform() -> None:
@@ -387,7 +419,7 @@ def test_resumed_to_the_bit_on_envpool_and_played(tmp_path: Path) -> None:
     assert_same(resume(tmp_path / "run"), whole)
     assert np.all((whole.returns < -10) & (whole.returns > -1000))
     assert np.all(whole.returns[0] != whole.returns[1])
-    returns, frames = play.evaluate(whole.policy(), whole.settings, 2, 0, sample=False)
+    returns, frames = play.evaluate(whole.policy(), whole.settings, 2, 0, greedy=True)
     assert frames == []
     assert len(set(returns)) == 2
 
@@ -437,7 +469,7 @@ def test_skipped_entries_and_the_output() -> None:
 
 def test_play_renders_tasks_that_can_be_rendered(learnt: tuple[Config, Run, Path]) -> None:
     _, run, _ = learnt
-    returns, frames = play.evaluate(run.policy(), run.settings, 2, 3, sample=False)
+    returns, frames = play.evaluate(run.policy(), run.settings, 2, 3, greedy=True)
     assert len(frames) == returns[0] > 20
     assert frames[0].shape == (400, 600, 3)
     assert np.any(frames[0] != frames[-1])

@@ -751,7 +751,7 @@ def test_tables_hold_the_numbers(open_page: Callable[..., Page]) -> None:
     assert published_rows["Figure 2, LargeNoise", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.8)"] == [
         *("never", "never", "never [never, never]", "neither reaches it")
     ]
-    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.8)"] == ["1", "−30 ± 2", "−31"]
+    assert published_rows["Figure 3, AvgZero", "DecByzPG K=13 α=3/13 (momentum 0.8)"] == ["1", "−30.0 ± 2.4", "−31"]
     assert published_rows["Figure 3, RandomAction", "Dec-PAGE-PG K=13 α=3/13 (momentum 0.8)"][::2] == [
         "not visible",
         "ends higher",

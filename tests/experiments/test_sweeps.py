@@ -20,6 +20,7 @@ from live_federation import PATIENCE, until
 from PIL import Image
 
 from byzpg import Config, cli, load, train
+from byzpg._install import install
 from byzpg.engines.local import LocalWorkers
 from byzpg.experiments import figures
 from byzpg.experiments.paper import run_name
@@ -631,4 +632,4 @@ def test_bad_input_is_one_error_before_any_work(
 def test_ray_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("byzpg.cli.sweep.find_spec", lambda name: None)
     assert byzpg("sweep", tmp_path / "any.toml", "--engine", "ray", monkeypatch=monkeypatch) == 2
-    assert capsys.readouterr().err == "error: --engine ray needs Ray: pip install 'byzpg[ray]'.\n"
+    assert capsys.readouterr().err == f"error: --engine ray needs Ray: {install('ray')}.\n"

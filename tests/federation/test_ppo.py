@@ -382,7 +382,7 @@ def test_a_trained_policy_has_the_statistics_in_it() -> None:
     weights = policy.policy.unflatten(jnp.asarray(held[: policy.policy.dimension]))
     seen = np.random.default_rng(0).normal(0, 0.3, (40, size)).astype(np.float32)
     scores = np.asarray(policy.policy.outputs(weights, jnp.asarray((seen - mean) / np.exp(log_std))))
-    np.testing.assert_array_equal(policy.act(seen), np.argmax(scores, axis=1))
+    np.testing.assert_array_equal(policy.act(seen, greedy=True), np.argmax(scores, axis=1))
 
 
 # Federations
@@ -666,13 +666,16 @@ def stop(progress: Progress) -> None:
 
 
 @pytest.mark.parametrize("ppo", [TINY["ppo"], NORMALIZED], ids=["plain", "normalized"])
-def test_a_run_that_was_stopped_ends_to_the_bit_as_one_that_was_not(ppo: str, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_or_extended_ends_to_the_bit_as_one_that_was_not(ppo: str, tmp_path: Path) -> None:
     longer: dict[str, Any] = TINY | {"steps": 16 * 12, "ppo": ppo}
     with pytest.raises(Stop):
         train(Config(**longer), tmp_path / "run", stop)
-    resumed, whole = resume(tmp_path / "run"), train(Config(**longer))
-    np.testing.assert_array_equal(resumed.parameters["last"], whole.parameters["last"])
-    np.testing.assert_array_equal(resumed.returns, whole.returns)
+    train(Config(**longer | {"steps": 96}), tmp_path / "extended")
+    whole = train(Config(**longer))
+    for run in (resume(tmp_path / "run"), resume(tmp_path / "extended", steps=16 * 12)):
+        assert run.settings == whole.settings
+        np.testing.assert_array_equal(run.parameters["last"], whole.parameters["last"])
+        np.testing.assert_array_equal(run.returns, whole.returns)
 
 
 @pytest.mark.parametrize("env", ["gymnasium:CartPole-v1", "envpool:CartPole-v1"])

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from byzpg import __version__, _parts
 from byzpg.cli import membership
-from byzpg.cli.console import complain, errors, say
+from byzpg.cli.console import BROKEN_PIPE, complain, errors, reader_is_gone, say, survive_any_terminal
 from byzpg.cli.parsing import parse_command
 from byzpg.federation import devices
 from byzpg.robust.least_diameter import SearchLimitError
@@ -18,7 +18,22 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command that the arguments of this process name."""
+    """Run the command that the arguments of this process name, on whatever terminal."""
+    survive_any_terminal()
+    try:
+        try:
+            _main()
+        finally:
+            if sys.stdout is not None:  # it may be closed
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if sys.stdout is None or not reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left of it
+        _exit(BROKEN_PIPE)
+
+
+def _main() -> None:
     if sys.argv[1:] == ["--version"]:
         say(f"byzpg {__version__}")
         return
@@ -34,6 +49,8 @@ def main() -> None:
         complain(f"{error.problem}: if you trust that code, add --parts {' '.join(error.modules)}")
         _exit(2)
     except (ValueError, OSError, SearchLimitError) as error:
+        if isinstance(error, BrokenPipeError) and sys.stdout is not None and reader_is_gone():
+            raise
         complain(str(error))
         _exit(2)
     except JaxRuntimeError as error:

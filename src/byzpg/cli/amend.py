@@ -132,7 +132,7 @@ class Approve:
         private = read_key(member.key, member.manifest.members[member.index])
         note, predecessor = member.key.with_suffix(".approved"), member.manifest.digest.hex()
         try:
-            approved = json.loads(note.read_text()) if note.is_file() else {}
+            approved = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
             other = approved.get(predecessor)
         except (ValueError, AttributeError, RecursionError):
             raise ValueError(f"{note} is broken: it must hold the amendments that {name} has approved.") from None
@@ -227,7 +227,7 @@ def _proven_guilty(manifest: "Manifest", path: Path) -> str:
     from byzpg.live.wire import prove
 
     try:
-        proven = prove(manifest, json.loads(path.read_text()))
+        proven = prove(manifest, json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     say(f"{path}: proven. {proven.words}.")
@@ -237,7 +237,7 @@ def _proven_guilty(manifest: "Manifest", path: Path) -> str:
 def _check_directory(directory: Path, manifest: "Manifest") -> None:
     """Raise a ValueError unless this is the directory of a member in this run."""
     try:
-        run = json.loads((directory / "owner.json").read_text())["run"]
+        run = json.loads((directory / "owner.json").read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{directory} is not the directory of a member: it has no sound owner.json.") from None
     if run != manifest.run:

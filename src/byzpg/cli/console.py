@@ -1,11 +1,15 @@
 """Where the command line prints, and how it shows progress."""
 
+import codecs
 import os
+import select
 import shlex
 import signal
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from math import inf
 from pathlib import Path
 from typing import Protocol
@@ -14,11 +18,99 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-console = Console()
-errors = Console(stderr=True)
+BROKEN_PIPE = 141  # 128 + SIGPIPE: the exit code of a command whose reader is gone, as in shells
+
+
+class _Output(Console):
+    """A console that ends the command quietly if nobody reads its output any more: byzpg list | head -1."""
+
+    def on_broken_pipe(self) -> None:
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise SystemExit(BROKEN_PIPE) from None
+
+
+console = _Output()
+errors = _Output(stderr=True)
 
 # Seconds between two lines of progress where there is no terminal.
 LINE_SECONDS = 2.5
+
+
+# What a terminal without UTF-8 shows instead. Letters lose their accents, and Greek ones are written out.
+PLAIN = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "—": "-",
+        "‖": "||",
+        "±": "+/-",
+        "≤": "<=",
+        "≥": ">=",
+        "→": "->",
+        "←": "<-",
+        "×": "x",
+        "…": "...",
+        "·": "*",
+        "•": "*",
+        "“": '"',
+        "”": '"',
+        "’": "'",
+        "√": "sqrt",
+        "∞": "inf",
+        "Σ": "sum",
+        "∇": "grad ",
+        "⌊": "floor(",
+        "⌋": ")",
+        "⌈": "ceil(",
+        "⌉": ")",
+        "⟨": "<",
+        "⟩": ">",
+        "≈": "~",
+        "°": " deg",
+        "∈": " in ",
+        "∂": "d",
+        "²": "^2",
+        "³": "^3",
+        **dict.fromkeys("─━═╶╴╺╸", "-"),
+        **dict.fromkeys("│┃║", "|"),
+        **dict.fromkeys("╭╮╰╯┌┐└┘├┤┬┴┼", "+"),
+    }
+)
+
+
+def _in_plain_characters(error: UnicodeError) -> tuple[str, int]:
+    """What to write instead of characters that the terminal does not have."""
+    assert isinstance(error, UnicodeEncodeError)
+    texts = []
+    for letter in error.object[error.start : error.end]:
+        text = letter.translate(PLAIN)
+        if not text.isascii():
+            name = unicodedata.name(letter, "")
+            greek = name.rpartition(" LETTER ")[2].lower() if name.startswith("GREEK") else ""
+            base = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+            text = greek or base or "?" * (not unicodedata.combining(letter))
+        texts.append(text)
+    return "".join(texts), error.end
+
+
+def survive_any_terminal() -> None:
+    """Let no character that the terminal cannot show end a command."""
+    codecs.register_error("byzpg-plain", _in_plain_characters)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="byzpg-plain")
+
+
+def reader_is_gone() -> bool:
+    """Whether nobody reads the output any more."""
+    try:
+        watched = select.poll()
+        watched.register(sys.stdout.fileno(), 0)  # for errors alone
+    except OSError:  # it is no file
+        return False
+    return bool(watched.poll(0))
 
 
 def say(text: str) -> None:

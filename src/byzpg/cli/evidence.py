@@ -36,7 +36,7 @@ class Evidence:
         manifest = Manifest.load(self.manifest)
         for path in self.evidence:
             try:
-                proven = prove(manifest, json.loads(path.read_text())).words
+                proven = prove(manifest, json.loads(path.read_text(encoding="utf-8"))).words
             except (ValueError, OSError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from None
             say(f"{path}: proven. {proven}.")

@@ -234,9 +234,10 @@ class Demo:
 
     def _conclude(self, directory: Path, manifest: "Manifest", runs: "Mapping[str, Run]") -> None:
         """Print how the honest members ended, and save their learning curves."""
-        from byzpg.cli.tables import LAST_TENTH, rounded
+        from byzpg.cli.tables import LAST_TENTH
         from byzpg.experiments import figures
         from byzpg.experiments.results import Result
+        from byzpg.experiments.statistics import significant
         from byzpg.experiments.summaries import final_returns, gradient_estimate
 
         settings, last = manifest.settings(), manifest.members[-1].name
@@ -254,7 +255,7 @@ class Demo:
         figures.save(figure, plot)
         say(f"Return of each honest member, {LAST_TENTH} of training:")
         for name, run in runs.items():
-            say(f"{name:>12}  {rounded(float(final_returns(Result.of(run))[0]))}")
+            say(f"{name:>12}  {significant(float(final_returns(Result.of(run))[0]))}")
         say(f"Learning curves: {plot}")
         say(f"Watch it play: byzpg play {directory / next(iter(runs)) / 'run'}")
 
@@ -293,7 +294,7 @@ def _report_equivocations(directory: Path, honest: Sequence[str]) -> None:
     holders: defaultdict[str, set[str]] = defaultdict(set)
     for holder in honest:
         for path in (directory / holder / "evidence").glob("*.json"):
-            evidence = json.loads(path.read_text())
+            evidence = json.loads(path.read_text(encoding="utf-8"))
             rounds[evidence["member"]].add(evidence["step"])
             holders[evidence["member"]].add(holder)
     for name in sorted(rounds):
@@ -309,7 +310,7 @@ def _report_equivocations(directory: Path, honest: Sequence[str]) -> None:
 
 def _is_ready(directory: Path) -> bool:
     log = directory / "log.jsonl"
-    return log.is_file() and '"event": "ready"' in log.read_text()
+    return log.is_file() and '"event": "ready"' in log.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

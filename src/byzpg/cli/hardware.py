@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from byzpg.cli.console import progress_line, say
+from byzpg.experiments.statistics import significant
 from byzpg.federation import devices
 
 if TYPE_CHECKING:  # loads the simulator, which the commands of a live federation do not need
@@ -41,7 +42,7 @@ def training_progress(continue_with: str) -> "Iterator[OnProgress]":
         def on_progress(progress: "Progress") -> None:
             text = (
                 f"{progress.label}{progress.progress:,} of {progress.total:,} {progress.unit} per agent, "
-                f"return {progress.mean_return:.0f}"
+                f"return {significant(progress.mean_return)}"
             )
             # After the last iteration of one program, the next one is compiled.
             ended = progress.iteration == progress.num_iterations

@@ -1,6 +1,7 @@
 """How runs are named in tables and plots."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,19 +37,43 @@ def federation(settings: Settings) -> str:
 
 
 def curves(runs: Mapping[Path, Run]) -> "tuple[list[Curve], str, str]":
-    """The learning curves of runs, each with the shortest label that tells it from the others.
+    """The learning curves of runs, what all have in common, and what their progress counts.
 
-    The second value names what all have in common of the estimator and p; where they differ, the labels name them. The
-    third one is what the curves' progress counts: steps, unless all runs count trajectories.
+    That is steps, unless all runs count trajectories. The first two are those of `named_runs`.
     """
     from byzpg.experiments.figures import Curve
+
+    labelled, common = named_runs(runs)
+    unit = "trajectories" if all(run.settings.unit == "trajectories" for run in runs.values()) else "steps"
+    return [Curve(label, getattr(run, unit), run.returns) for label, run in labelled.items()], common, unit
+
+
+def named_runs(runs: Mapping[Path, Run]) -> tuple[dict[str, Run], str]:
+    """Runs by the shortest label that tells each from the others, and what all have in common.
+
+    That is the estimator and p; where they differ, the labels name them.
+    """
     from byzpg.experiments.summaries import estimates_apart, named
 
     telling, common = estimates_apart([run.settings for run in runs.values()])
     methods = [named(method(run.settings), parts) for run, parts in zip(runs.values(), telling, strict=True)]
     attacked = [f"{each}, {short(run.settings.attack)}" for each, run in zip(methods, runs.values(), strict=True)]
+    differing = [", ".join([name, *options]) for name, options in zip(methods, _options_apart(runs), strict=True)]
     paths = [str(path) for path in runs]
-    labels = next(each for each in (methods, attacked, paths) if len(set(each)) == len(runs))
-    unit = "trajectories" if all(run.settings.unit == "trajectories" for run in runs.values()) else "steps"
-    found = [Curve(label, getattr(run, unit), run.returns) for label, run in zip(labels, runs.values(), strict=True)]
-    return found, common, unit
+    labels = next(each for each in (methods, attacked, differing, paths) if len(set(each)) == len(runs))
+    return dict(zip(labels, runs.values(), strict=True)), common
+
+
+def _options_apart(runs: Mapping[Path, Run]) -> list[list[str]]:
+    """The options of each run that not all have in common, but for those that its method and its seeds name."""
+    named = {"algorithm", "aggregator", "seed", "num_seeds"}
+    options = [option.name for option in fields(Settings) if option.name not in named]
+    values = {option: [getattr(run.settings, option) for run in runs.values()] for option in options}
+    telling = {option: each for option, each in values.items() if len(set(each)) > 1}
+    return [
+        [
+            f"{option} {short(each[at]) if isinstance(each[at], Component) else each[at]}"
+            for option, each in telling.items()
+        ]
+        for at in range(len(runs))
+    ]

@@ -5,12 +5,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from byzpg._install import install
+
 if TYPE_CHECKING:  # needs the extra packages
     from byzpg.live.manifest import Manifest
 
 # The packages of the extra `live`, by the names under which they are imported.
 PACKAGES = ("grpc", "cryptography", "prometheus_client")
-INSTALL = "this command needs more packages: pip install 'byzpg[live]'."
+INSTALL = f"this command needs more packages: {install('live')}."
 
 
 @dataclass(frozen=True)

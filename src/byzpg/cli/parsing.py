@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Union, get_args
+from typing import Annotated, Any, Protocol, Union, get_args, get_type_hints
 
 import tyro
 from tyro.constructors import (
@@ -13,6 +13,7 @@ from tyro.constructors import (
     PrimitiveConstructorSpec,
     PrimitiveTypeInfo,
     StructConstructorSpec,
+    StructFieldSpec,
     StructTypeInfo,
 )
 
@@ -34,7 +35,7 @@ from byzpg.cli.sweep import Sweep
 from byzpg.cli.train import Train
 from byzpg.cli.watch import Watch
 from byzpg.config import AUTO, Config
-from byzpg.robust.components import Component
+from byzpg.robust.components import Component, synonym
 
 DESCRIPTION = """Byzantine fault-tolerant federated reinforcement learning.
 
@@ -53,10 +54,12 @@ class Command(Protocol):
 
 def parse_command() -> Command:
     """Read the arguments of this process; wrong ones, and --help, end it."""
+    _refuse_synonyms()
     registry = ConstructorRegistry()
     registry.primitive_rule(_component_by_name)
-    registry.struct_rule(_HideMissingDefaults())
-    train = Annotated[Train, _subcommand(Train, default=Train(_options_from_file()))]
+    options = _options_from_file()
+    registry.struct_rule(_Help(options if sys.argv[1:2] == ["train"] else Config()))
+    train = Annotated[Train, _subcommand(Train, default=Train(options))]
     others = [Annotated[each, _subcommand(each)] for each in COMMANDS]
     return tyro.cli(  # pyright: ignore[reportCallIssue]
         Union[train, *others],  # pyright: ignore[reportArgumentType]
@@ -65,6 +68,30 @@ def parse_command() -> Command:
         registry=registry,
         config=(tyro.conf.DisallowNone,),
     )
+
+
+def _refuse_synonyms() -> None:
+    """Raise a ValueError if an option has the name that it has elsewhere; other mistakes are found by the parser."""
+    command = next((each for each in (Train, *COMMANDS) if sys.argv[1:2] == [each.__name__.lower()]), None)
+    known = set() if command is None else set(_options(command))
+    for argument in sys.argv[2:]:
+        name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+        if argument.startswith("--") and name not in known and (meant := synonym(name, known)) is not None:
+            raise ValueError(
+                f"there is no option {argument.partition('=')[0]}. Did you mean --{meant.replace('_', '-')}?"
+            )
+
+
+def _options(kind: Any) -> Iterator[str]:
+    """The names of all options of a command, with those of the groups and commands in it."""
+    if isinstance(kind, type) and is_dataclass(kind) and not issubclass(kind, Component):
+        hints = get_type_hints(kind, include_extras=True)
+        for option in fields(kind):
+            inside = list(_options(hints[option.name]))
+            yield from inside or [option.name]
+    else:
+        for part in get_args(kind):
+            yield from _options(part)
 
 
 def _subcommand(command: type[Command], **options: Any) -> Any:
@@ -100,13 +127,28 @@ def _component_by_name(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str]
     )
 
 
-class _HideMissingDefaults:
-    """Keeps "(default: None)" out of the help: an option without a default of its own says in words what happens."""
+# The options that most people set. The others are below them, under a heading of their own.
+BASIC = (
+    *("env", "algorithm", "preset", "num_agents", "num_byzantine", "num_attackers", "attack"),
+    *("num_seeds", "seed", "trajectories", "steps", "aggregator", "agreement", "step_size"),
+)
 
-    def __init__(self) -> None:
+
+class _Advanced:
+    """Stands for the options of `Config` that are not among BASIC."""
+
+
+class _Help:
+    """How options are explained: without "(default: None)", and those of `Config` by what a preset makes of them."""
+
+    def __init__(self, options: Config) -> None:
         self._inside = False
+        self._advanced: list[Any] = []
+        self._heading, self._values = _by_preset(options) if {"-h", "--help"} & {*sys.argv} else ("", {})
 
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
+        if info.type is _Advanced:
+            return StructConstructorSpec(instantiate=dict, fields=tuple(self._advanced))
         if self._inside:  # the rules below this one are asked
             return None
         self._inside = True
@@ -116,14 +158,56 @@ class _HideMissingDefaults:
             self._inside = False
         if not isinstance(found, StructConstructorSpec):
             return None
-        return replace(found, fields=tuple(self._without_default(field, info.type) for field in found.fields))
+        if info.type is not Config:
+            return replace(found, fields=tuple(map(self._explained, found.fields)))
+        return self._grouped([self._explained(field, of_preset=True) for field in found.fields])
 
-    def _without_default(self, field: Any, owner: Any) -> Any:
+    def _explained(self, field: Any, *, of_preset: bool = False) -> Any:
         if field.default is not None:
             return field
-        words = _text(field.helptext)
-        hint = "(default: set by the preset)" if owner is Config and "Default:" not in words else ""
+        hint = ""
+        if of_preset:
+            said = "Default:" in _text(field.helptext)
+            hint = self._values.get(field.name, "" if said else "default: set by the preset")
+            hint = f"({hint.replace('default:', 'here:') if said else hint})" if hint else ""
         return replace(field, type=Annotated[field.type, tyro.conf.arg(help_behavior_hint=hint)])
+
+    def _grouped(self, options: list[Any]) -> StructConstructorSpec:
+        """The options of `Config`, those that few people set in a group of their own."""
+        self._advanced = [option for option in options if option.name not in BASIC]
+        about = f"Options that few people set. {self._heading}".rstrip()
+        shown: Any = Annotated[
+            tyro.conf.OmitArgPrefixes[_Advanced], tyro.conf.arg(name="advanced", help=about, prefix_name=False)
+        ]
+        group = StructFieldSpec(name="advanced", type=shown, default=tyro.MISSING)
+        return StructConstructorSpec(
+            instantiate=lambda advanced, **basic: Config(**basic, **advanced),
+            fields=(*(option for option in options if option.name in BASIC), group),
+        )
+
+
+def _by_preset(options: Config) -> tuple[str, dict[str, str]]:
+    """What the preset sets for the task and algorithm on the command line: in words, and by option."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("env", "algorithm", "preset"):
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
+    parser.add_argument("--num-agents", type=int, default=argparse.SUPPRESS)
+    try:
+        chosen = replace(options, **vars(parser.parse_known_args(sys.argv[2:])[0]))
+        values = chosen.without_own_code()
+        unused = chosen.neutral_options(values["algorithm"])
+    except (ValueError, argparse.ArgumentError):
+        return "", {}
+    heading = f"Here, defaults are those of the preset {values['preset']} for {values['algorithm']} on {values['env']}."
+    shown = {name: f"default: {_written(value)}" for name, value in values.items()}
+    return heading, shown | dict.fromkeys(unused, f"not used by {values['algorithm']}")
+
+
+def _written(value: Any) -> str:
+    """A value as one would type it."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value).removesuffix("()")
 
 
 def _text(words: str | Callable[[], str | None] | None) -> str:

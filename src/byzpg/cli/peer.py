@@ -16,6 +16,7 @@ from rich.markup import escape
 from byzpg.cli.console import console, errors, say
 from byzpg.cli.membership import Membership
 from byzpg.cli.parts import MembersModules
+from byzpg.experiments.statistics import significant
 from byzpg.federation.devices import keep_programs
 
 if TYPE_CHECKING:  # needs the extra packages
@@ -130,5 +131,5 @@ class Peer:
 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.1f}"
+        return significant(value)
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

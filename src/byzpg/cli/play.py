@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from byzpg.cli.console import console, say
+from byzpg.cli.console import console, counted, say
 from byzpg.cli.parts import OwnModules
 
 
@@ -13,7 +13,8 @@ from byzpg.cli.parts import OwnModules
 class Play:
     """Play a trained policy in the real environment.
 
-    Prints the returns. Where the environment can be drawn, the first episode is saved as an animation.
+    Prints the returns of the policy as it was trained, with actions sampled from it, and of its most likely (greedy)
+    actions, which can be far worse. Where the environment can be drawn, the first episode is saved as an animation.
 
     Example: byzpg play runs/CartPole-v1-DecByzPPO-AvgZero-1 --episodes 3
     """
@@ -28,8 +29,8 @@ class Play:
     """Index of the training seed whose policy plays, from 0."""
     agent: int = 0
     """Agent whose parameters are used, from 0."""
-    sample: bool = False
-    """Draw actions from the policy, as in training, instead of taking the most likely one."""
+    greedy: bool = False
+    """Animate greedy actions instead of sampled ones."""
     output: Path | None = None
     """File for the animation, .gif. Default: play.gif in the directory of the run."""
     parts: OwnModules = ()
@@ -46,13 +47,22 @@ class Play:
             )
         from byzpg import play, training
         from byzpg.experiments import figures
+        from byzpg.experiments.statistics import significant
 
         run = training.load(self.directory)
-        policy = run.policy(self.index, self.agent)
-        with console.status("playing"):
-            returns, frames = play.evaluate(policy, run.settings, self.episodes, self.seed, sample=self.sample)
-            if frames:
-                figures.save_animation(frames, output)
-        listed = ", ".join(f"{each:g}" for each in returns)
-        say(f"{run.settings.env}, {self.episodes} episodes: mean return {returns.mean():.1f} ({listed})")
-        say(f"Animation of the first episode: {output}" if frames else "This environment cannot be drawn.")
+        policy, frames = run.policy(self.index, self.agent), []
+        say(f"{run.settings.env}, {counted(self.episodes, 'episode')}")
+        for name, greedy in {"sampled, as in training": False, "greedy": True}.items():
+            drawn = greedy == self.greedy
+            with console.status(f"playing: {name}"):
+                returns, seen = play.evaluate(
+                    policy, run.settings, self.episodes, self.seed, greedy=greedy, drawn=drawn
+                )
+            frames += seen
+            listed = ", ".join(f"{each:g}" for each in returns)
+            say(f"  {name}: mean return {significant(returns.mean())} ({listed})")
+        if not frames:
+            say("This environment cannot be drawn.")
+            return
+        figures.save_animation(frames, output)
+        say(f"Animation of the first episode ({'greedy' if self.greedy else 'sampled'}): {output}")

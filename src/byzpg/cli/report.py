@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from byzpg.cli.console import console, say
+from byzpg.cli.inputs import WHAT, read_inputs
 from byzpg.cli.parts import OwnModules
 
 if TYPE_CHECKING:
@@ -16,18 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """Write an HTML report about the results of `byzpg reproduce`.
+    """Write an HTML report about runs, sweeps and experiments.
 
-    The report is one self-contained file with figures, tables, commands, and the differences from the paper.
+    The report is one self-contained file with figures, tables, commands and, for experiments of the paper, the
+    differences from it.
 
     Example: byzpg report reproduction/fig2-tuned.npz --output fig2.html
     """
 
     results: Annotated[
         tyro.conf.Positional[tuple[Path, ...]],
-        tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="(at least one)"),
+        tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint="(at least one)"),
     ]
-    """Result files, .npz, which `byzpg reproduce` has written."""
+    """Directories of runs, complete or not, of sweeps, or of `byzpg reproduce`; or result files, .npz, which
+    `byzpg reproduce` has written."""
     output: Path = Path("report.html")
     """File for the report, .html."""
     figures: Path | None = None
@@ -35,14 +38,16 @@ class Report:
     parts: OwnModules = ()
 
     def run(self) -> None:
+        from byzpg.cli.labels import named_runs
         from byzpg.experiments.report import write_report
-        from byzpg.experiments.results import Results
+        from byzpg.experiments.results import results_of_runs
 
         if not self.results:
-            raise ValueError("report needs at least one .npz file of `byzpg reproduce`.")
+            raise ValueError(f"report needs at least one path: {WHAT}.")
         if self.output.suffix != ".html":
             raise ValueError(f"--output must end in .html, got {self.output}.")
-        loaded = [Results.load(path) for path in self.results]
+        inputs = read_inputs(self.results)
+        loaded = [*results_of_runs(named_runs(inputs.runs)[0], inputs.made_by), *inputs.results]
         with console.status("drawing"):
             write_report(loaded, self.output)
         if self.figures is not None:

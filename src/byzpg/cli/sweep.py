@@ -12,6 +12,7 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
+from byzpg._install import install
 from byzpg.cli.console import complain, console, counted, progress_line, say, this_command
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Sweep:
         if self.retries < 0:
             raise ValueError(f"--retries must not be negative, got {self.retries}.")
         if self.engine == "ray" and find_spec("ray") is None:
-            raise ValueError("--engine ray needs Ray: pip install 'byzpg[ray]'.")
+            raise ValueError(f"--engine ray needs Ray: {install('ray')}.")
 
     def _train(self, cells: "Sequence[Cell]", folder: Path) -> dict[str, str]:
         """Train the cells, and return those that failed with the reason."""
@@ -129,12 +130,14 @@ def _label(group: "Outcome", options: Sequence[str]) -> str:
 
 def _groups_table(groups: "Sequence[Outcome]", options: Sequence[str]) -> Table:
     """A row per group of cells that differ in the seed alone."""
-    from byzpg.cli.tables import BEST, LAST_TENTH, WEIGHT, percent, rounded, spread, summary_table
+    from byzpg.cli.tables import BEST, LAST_TENTH, WEIGHT, percent, spread, summary_table
+    from byzpg.experiments.statistics import significant
 
-    table = summary_table(options, ["seeds", LAST_TENTH, BEST, WEIGHT])
+    several = any(len(group.final_returns) > 1 for group in groups)
+    table = summary_table(options, ["seeds", LAST_TENTH, BEST, WEIGHT], several_seeds=several)
     for group in groups:
         returns = group.final_returns
-        numbers = (f"{len(returns)}", spread(returns), rounded(group.best), percent(group.attacker_weight))
+        numbers = (f"{len(returns)}", spread(returns), significant(group.best), percent(group.attacker_weight))
         table.add_row(*map(escape, _values(group, options)), *numbers)
     return table
 

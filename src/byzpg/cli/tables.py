@@ -15,7 +15,7 @@ from byzpg.cli.labels import method
 from byzpg.experiments.paper import Experiment, Panel
 from byzpg.experiments.rates import Rates, comparisons
 from byzpg.experiments.results import Result, Results
-from byzpg.experiments.statistics import lower_median
+from byzpg.experiments.statistics import lower_median, mean_and_deviation, significant
 from byzpg.experiments.summaries import (
     Estimate,
     attacker_weight,
@@ -32,7 +32,7 @@ from byzpg.experiments.summaries import (
 )
 from byzpg.runs import Run
 
-TITLE = "Return of honest agents (mean ± standard deviation over seeds)"
+TITLE, OVER_SEEDS = "Return of honest agents", " (mean ± standard deviation over seeds)"
 LAST_TENTH, BEST, SOLVED, WEIGHT = "last tenth", "best", "solved at", "attackers' weight"
 MEANINGS = {
     LAST_TENTH: "mean return over the last tenth of training",
@@ -45,7 +45,8 @@ MEANINGS = {
 def runs_table(runs: Mapping[Path, Run], *, with_paths: bool) -> Table:
     """A row per run; with paths, also where each run is and how far it has come."""
     telling, common = estimates_apart([run.settings for run in runs.values()])
-    table = summary_table(["method"], [LAST_TENTH, BEST, SOLVED, WEIGHT], common)
+    several = any(run.settings.num_seeds > 1 for run in runs.values())
+    table = summary_table(["method"], [LAST_TENTH, BEST, SOLVED, WEIGHT], common, several_seeds=several)
     for (path, run), parts in zip(runs.items(), telling, strict=True):
         result = Result.of(run)
         name = escape(named(method(run.settings), parts))
@@ -54,7 +55,7 @@ def runs_table(runs: Mapping[Path, Run], *, with_paths: bool) -> Table:
         table.add_row(
             name,
             spread(final_returns(result)),
-            rounded(best_return(result)),
+            significant(best_return(result)),
             _solved_at(result),
             percent(attacker_weight(result)),
         )
@@ -77,7 +78,7 @@ def experiments_table(results: Results) -> Table:
                     panel.title,
                     escape(label),
                     spread(final_returns(result)),
-                    rounded(best_return(result)),
+                    significant(best_return(result)),
                     percent(attacker_weight(result)),
                 )
     return table
@@ -184,19 +185,22 @@ def _plain_table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
 
 
-def summary_table(names: Sequence[str], numbers: Sequence[str], common: str = "") -> Table:
+def summary_table(
+    names: Sequence[str], numbers: Sequence[str], common: str = "", *, several_seeds: bool = True
+) -> Table:
     """An empty table with columns of names and of numbers, which explains its numbers and what runs have in common."""
     known = [f"{column}: {MEANINGS[column]}" for column in numbers if column in MEANINGS]
     known += [escape(common)] if common else []
     # Without borders, the longest names fit into 80 columns.
-    table = Table(
-        title=TITLE, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = _plain_table(TITLE + OVER_SEEDS * several_seeds)
+    table.padding = (0, 1, 0, 0)
     table.caption, table.caption_justify = "\n".join(["", *known]), "left"
     for column in names:
         table.add_column(column, overflow="fold")
     for column in numbers:
-        table.add_column(column, justify="right", max_width=len("attackers'") if column == WEIGHT else None)
+        # On a narrow terminal, names are folded and numbers are not.
+        narrow = column == WEIGHT
+        table.add_column(column, justify="right", max_width=len("attackers'") if narrow else None, no_wrap=not narrow)
     return table
 
 
@@ -207,15 +211,10 @@ def report_diverged(seeds: Sequence[int], where: object, advice: str = "") -> No
 
 
 def spread(values: np.ndarray) -> str:
-    """Mean ± standard deviation of one number per seed [seed]."""
+    """Mean ± standard deviation of one number per seed [seed], or how many diverged."""
     if missing := num_diverged(values):
         return "diverged" if missing == len(values) else f"{missing} of {len(values)} diverged"
-    return f"{values.mean():.0f} ± {values.std():.0f}"
-
-
-def rounded(value: float) -> str:
-    """A return without decimals; a dash for NaN."""
-    return "–" if isnan(value) else f"{value:.0f}"
+    return mean_and_deviation(values)
 
 
 def percent(share: float) -> str:

@@ -10,9 +10,10 @@ import tyro
 from byzpg.cli.console import say
 from byzpg.cli.hardware import HardwareOptions, follows_another_process
 from byzpg.cli.parts import OwnModules
-from byzpg.cli.resume import COMPARISON, finish
+from byzpg.cli.resume import COMPARISON, Logs, finish
 from byzpg.config import AUTO, Config, Settings
 from byzpg.federation.devices import Hardware
+from byzpg.logs import check_logs
 from byzpg.runs import RunDirectory
 
 # The algorithm that averages plainly, for each that aggregates robustly.
@@ -20,7 +21,11 @@ PLAIN = {"DecByzPG": "Dec-PAGE-PG", "ByzPG": "Fed-PAGE-PG", "DecByzPPO": "Dec-PP
 
 TrainingOptions = Annotated[
     tyro.conf.OmitArgPrefixes[Config],
-    tyro.conf.arg(name="training", help="What to train. The preset sets every option that is not given."),
+    tyro.conf.arg(
+        name="training",
+        help="What to train. The preset sets every option that is not given: defaults are those for the task, "
+        "algorithm and preset that stand before --help.",
+    ),
 ]
 
 
@@ -41,12 +46,16 @@ class Train:
     """Directory for the run, which must be new or empty. Default: runs/TASK-ALGORITHM-ATTACK-1, or the next number."""
     compare: bool = True
     """Also train plain averaging under the same attack."""
+    log: Logs = ()
+    """Logs of all metrics to write into the directory: jsonl (metrics.jsonl), tensorboard, wandb (Weights & Biases).
+    Default: none. Example: --log jsonl tensorboard"""
     parts: OwnModules = ()
     hardware: HardwareOptions = field(default_factory=Hardware)
 
     def run(self) -> None:
         if follows_another_process(self.hardware):
             return
+        check_logs(self.log)
         settings = self.options.resolved()
         if self.options.algorithm == AUTO:
             say(f"Algorithm: {settings.algorithm}, the best one measured for these options. --algorithm sets another.")
@@ -57,7 +66,7 @@ class Train:
         # Both runs are created before either starts, so that `byzpg resume` can finish both, whatever stops them.
         for path, each in planned.items():
             RunDirectory.create(path, each)
-        finish(directory)
+        finish(directory, self.log)
 
 
 def free_directory(settings: Settings) -> Path:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from byzpg.cli.console import console, say
 from byzpg.cli.membership import Membership
+from byzpg.experiments.statistics import significant
 
 if TYPE_CHECKING:  # needs the extra packages
     from byzpg.live.manifest import Manifest
@@ -89,7 +90,7 @@ def _is_over(heard: "Sequence[Answer]", processes: Sequence[Popen[bytes]] | None
 
 def _last_return(statuses: "Statuses") -> str:
     values = [status["curve"][-1][1] for status in statuses.values() if status is not None and status["curve"]]
-    return f"{median(values):.0f}" if values else "–"
+    return significant(median(values)) if values else "–"
 
 
 def members_table(manifest: "Manifest", statuses: "Statuses") -> Table:
@@ -150,6 +151,6 @@ def _own_report(name: str, status: "Answer") -> tuple[str, str, str, str, str]:
         name,
         f"[bold red]{state}[/bold red]" if status["state"] == "stalled" else state,
         f"{status['iteration']} of {status['num_iterations']}",
-        f"{status['curve'][-1][1]:.0f}" if status["curve"] else "–",
+        significant(status["curve"][-1][1]) if status["curve"] else "–",
         "–" if seconds is None else f"{1000 * seconds:.0f} ms",
     )

@@ -1,7 +1,7 @@
 """Tasks outside JAX, stepped on the host: any task of Gymnasium or EnvPool, and tasks that users write.
 
 The name of a task says where it comes from: `gymnasium:ID`, `envpool:ID`, or `module:factory`, where the factory is a
-function without arguments that returns a `gymnasium.Env`. Gymnasium and EnvPool are optional and imported on first use.
+function or a class whose call returns a `gymnasium.Env`. Gymnasium and EnvPool are optional and imported on first use.
 """
 
 import atexit
@@ -20,7 +20,9 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 
 from byzpg import _parts
-from byzpg.envs.spaces import Box, Discrete, Space
+from byzpg._install import install
+from byzpg.envs.jax_tasks import LIBRARIES
+from byzpg.envs.spaces import Box, Discrete, Space, check_observations
 from byzpg.robust.components import Component, nearest
 
 EXTRAS = {"gymnasium": "Gymnasium", "envpool": "EnvPool"}
@@ -135,11 +137,14 @@ atexit.register(lambda: [_close(environments) for environments in _idle.values()
 
 
 @cache
-def describe(name: str) -> HostTask:
-    """Look up a task on the host.
+def describe(name: str) -> Any:
+    """Look up a task.
 
     Args:
-        name: `gymnasium:ID`, `envpool:ID` or `module:factory`.
+        name: `gymnasium:ID`, `envpool:ID`, `module:factory` or `module:factory(option=value)`.
+
+    Returns:
+        The task on the host or, if the factory makes no `gymnasium.Env`, whatever it makes.
 
     Raises:
         ValueError: There is no such task, or it does not work with byzpg.
@@ -147,33 +152,43 @@ def describe(name: str) -> HostTask:
     kind, _, rest = name.partition(":")
     if kind == "envpool":
         return _pool_description(name, rest)
-    environment = _environment(name)
+    made = _environment(name) if kind == "gymnasium" else _from_factory(name)
+    if not is_environment(made):
+        return made
     try:
-        return _description(name, environment)
+        return _description(name, made)
     finally:
-        environment.close()
+        made.close()
+
+
+def is_environment(made: object) -> bool:
+    """Whether something is an environment of Gymnasium, which may not even be installed."""
+    gymnasium = sys.modules.get("gymnasium")
+    return gymnasium is not None and isinstance(made, gymnasium.Env)
 
 
 def available() -> dict[str, str]:
     """Describe the kinds of tasks by the form of their names, and how to install those that are missing."""
 
     def missing(extra: str) -> str:
-        return "" if find_spec(extra) else f"; not installed: {_install(extra)}"
+        return "" if find_spec(extra) else f"; not installed: {install(extra)}"
 
     return {
         "gymnasium:ID": f"Any task of Gymnasium whose observations are vectors{missing('gymnasium')}",
         "envpool:ID": f"Any task of EnvPool whose observations are vectors{missing('envpool')}",
-        "module:factory": "Your own task: a function without arguments that returns a gymnasium.Env",
+        "gymnax:ID": f"Any task of gymnax whose observations are vectors, in JAX{missing('gymnax')}",
+        "brax:NAME, mjx:NAME": f"Any task of Brax, in JAX, with its own physics or MJX's{missing('brax')}",
+        "module:Name": "Your own task: a class or function that makes a gymnasium.Env or a byzpg.envs.JaxTask",
     }
 
 
 def imported_module(name: str) -> str | None:
-    """The module that is imported to make a task, unless it is Gymnasium's or EnvPool's own.
+    """The module that is imported to make a task, unless it is a library's own.
 
     Gymnasium imports the module of `gymnasium:module:ID`, too.
     """
     module, colon, _ = name.removeprefix("gymnasium:").partition(":")
-    return module if colon and module != "envpool" else None
+    return module if colon and module not in ("envpool", *LIBRARIES) else None
 
 
 def in_gymnasium(name: str) -> bool:
@@ -181,15 +196,11 @@ def in_gymnasium(name: str) -> bool:
     return find_spec("gymnasium") is not None and name in _extra("gymnasium").registry
 
 
-def _install(extra: str) -> str:
-    return f"pip install 'byzpg[{extra}]'"
-
-
 def _extra(module: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError:
-        raise ValueError(f"this task needs {EXTRAS[module]}: {_install(module)}.") from None
+        raise ValueError(f"this task needs {EXTRAS[module]}: {install(module)}.") from None
 
 
 def _described(
@@ -197,11 +208,12 @@ def _described(
 ) -> HostTask:
     """The task with these spaces of Gymnasium, if byzpg supports them."""
     spaces = _extra("gymnasium").spaces
-    if not isinstance(observations, spaces.Box) or len(observations.shape) != 1 or not observations.shape[0]:
+    if not isinstance(observations, spaces.Box):
         raise ValueError(
             f"{name} has observations {observations}, but byzpg only supports vectors: Box of shape (n,). A factory of "
             "your own can wrap the task in gymnasium.wrappers.FlattenObservation."
         )
+    check_observations(name, observations.shape)
     if isinstance(actions, spaces.Discrete):
         space = Discrete(int(actions.n))
     elif isinstance(actions, spaces.Box) and len(actions.shape) == 1 and np.issubdtype(actions.dtype, np.floating):
@@ -253,12 +265,10 @@ def _check_alike(task: HostTask, environment: Any) -> None:
 def _environment(name: str, drawn: bool = False) -> Any:
     """Make an environment; with `drawn`, one that renders images, if the task supports it."""
     kind, _, rest = name.partition(":")
-    gymnasium = _extra("gymnasium")
-    if (module := imported_module(name)) is not None:
-        kinds = " names of tasks are gymnasium:ID, envpool:ID or module:factory."
-        _parts.load(module, f"the task {name!r}", kinds + nearest(module, EXTRAS))
     if kind != "gymnasium":
-        return _from_factory(name, gymnasium)
+        return _from_factory(name)
+    gymnasium = _extra("gymnasium")
+    _load_module(name)
     make = partial(gymnasium.make, rest, disable_env_checker=True)
     try:
         environment = make()
@@ -272,19 +282,24 @@ def _environment(name: str, drawn: bool = False) -> Any:
         _raise(f"{name} cannot be made", error)
 
 
-def _from_factory(name: str, gymnasium: ModuleType) -> Any:
-    module_name, _, factory_name = name.partition(":")
-    module = sys.modules[module_name]
-    factory = getattr(module, factory_name, None)
+def _load_module(name: str) -> None:
+    """Import the module that a task needs, if it needs one."""
+    if (module := imported_module(name)) is not None:
+        kinds = " names of tasks are gymnasium:ID, envpool:ID, gymnax:ID, brax:NAME, mjx:NAME or module:Name."
+        _parts.load(module, f"the task {name!r}", kinds + nearest(module, (*EXTRAS, *LIBRARIES)))
+
+
+def _from_factory(name: str) -> Any:
+    """What `module:factory(option=value)` makes."""
+    _load_module(name)
+    call = _parts.read_call(name)
+    factory = _parts.find(call.address, name)
     if not callable(factory):
-        raise ValueError(f"{name}: {module_name} has no function {factory_name!r}.{nearest(factory_name, dir(module))}")
+        raise ValueError(f"{name} must be a class or a function that makes an environment, got {factory!r}.")
     try:
-        environment = factory()
+        return factory(**call.options)
     except Exception as error:
         _raise(f"{name}: the factory failed", error)
-    if not isinstance(environment, gymnasium.Env):
-        raise ValueError(f"{name}: the factory must return a gymnasium.Env, got {type(environment).__name__}.")
-    return environment
 
 
 def _raise(problem: str, error: Exception) -> NoReturn:
@@ -377,7 +392,26 @@ def _pool_description(name: str, task_id: str) -> HostTask:
     if spec.config.max_num_players > 1:
         raise ValueError(f"{name} has {spec.config.max_num_players} players; byzpg only supports tasks with one.")
     limit = spec.config.max_episode_steps
-    return _described(name, *spaces, None if limit >= NO_LIMIT else limit, spec.reward_threshold)
+    observations, actions = spaces
+    if (size := sum(_sizes(observations).values())) > 0:
+        observations = _extra("gymnasium").spaces.Box(-inf, inf, (size,))
+    return _described(name, observations, actions, None if limit >= NO_LIMIT else limit, spec.reward_threshold)
+
+
+def _sizes(observations: Any) -> dict[str, int]:
+    """The sizes of the vectors that make up an observation, as in DeepMind Control; empty if it has other parts.
+
+    What only a critic may see in training, the privileged state of MuJoCo Playground, is left out.
+    """
+    spaces = _extra("gymnasium").spaces
+    if not isinstance(observations, spaces.Dict):
+        return {}
+    seen = {name: each for name, each in observations.spaces.items() if not name.startswith("privileged")}
+    vectors = all(
+        isinstance(each, spaces.Box) and len(each.shape) <= 1 and np.issubdtype(each.dtype, np.floating)
+        for each in seen.values()
+    )
+    return {name: int(np.prod(each.shape)) for name, each in seen.items()} if vectors else {}
 
 
 @contextmanager
@@ -405,21 +439,29 @@ class _Pool:
         with _without_warnings():
             self.pool = envpool.make(task_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds.tolist())
             self.dtype = self.pool.action_space.dtype
+            self.names = list(_sizes(self.pool.observation_space))
             observations, info = self.pool.reset()
-        return np.asarray(observations, np.float32)[np.argsort(info["env_id"])]
+        return self._features(observations)[np.argsort(info["env_id"])]
 
     def restart(self, episodes: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         observations, info = self.pool.reset(episodes.astype(np.int32))
-        return np.asarray(observations, np.float32)[np.argsort(info["env_id"])]
+        return self._features(observations)[np.argsort(info["env_id"])]
+
+    def _features(self, observations: Any) -> np.ndarray:
+        """The observations [episode, feature], whose vectors stand one after the other."""
+        if self.names:
+            vectors = [np.asarray(observations[name], np.float32) for name in self.names]
+            observations = np.concatenate([each.reshape(len(each), -1) for each in vectors], axis=1)
+        return np.asarray(observations, np.float32)
 
     def step(self, episodes: np.ndarray, actions: np.ndarray) -> Outcome:
         space = self.task.action_space
         actions = actions.astype(self.dtype) if isinstance(space, Discrete) else _clipped(space, actions, self.dtype)
         # A pool steps only the environments whose numbers it is given.
-        *outcome, info = self.pool.step(actions, episodes.astype(np.int32))
+        observations, *outcome, info = self.pool.step(actions, episodes.astype(np.int32))
         order = np.argsort(info["env_id"])
-        observations, rewards, terminated, truncated = (np.asarray(each)[order] for each in outcome)
-        return Outcome(observations.astype(np.float32), rewards.astype(np.float32), terminated, truncated)
+        rewards, terminated, truncated = (np.asarray(each)[order] for each in outcome)
+        return Outcome(self._features(observations)[order], rewards.astype(np.float32), terminated, truncated)
 
     def picture(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Action spaces: the sets from which actions are chosen."""
+"""Action spaces: the sets from which actions are chosen; and which observations are supported."""
 
 from dataclasses import dataclass
 
@@ -66,3 +66,14 @@ class Box:
 
 
 Space = Discrete | Box
+
+
+def check_observations(name: str, shape: tuple[int, ...]) -> None:
+    """Raise a ValueError if the observations of a task are not vectors, such as images."""
+    if len(shape) > 1:
+        raise ValueError(
+            f"{name} has observations of shape {shape}, such as pixels, but byzpg only supports vectors: use a task "
+            "with vectors, or one of your own that turns these observations into features."
+        )
+    if not shape or not shape[0]:
+        raise ValueError(f"{name} has observations of shape {shape}, but byzpg only supports vectors of features.")

@@ -26,7 +26,13 @@ from byzpg._files import write_atomically
 from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Experiment, Panel, published_curves
 from byzpg.experiments.rates import Measured, Rates
 from byzpg.experiments.results import Result
-from byzpg.experiments.statistics import bootstrap_interval, even_grid, interquartile_mean, smooth_on_grid
+from byzpg.experiments.statistics import (
+    bootstrap_interval,
+    even_grid,
+    interquartile_mean,
+    significant,
+    smooth_on_grid,
+)
 from byzpg.experiments.summaries import (
     Estimate,
     curve_names,
@@ -176,13 +182,17 @@ def dots(values: Mapping[str, np.ndarray], title: str, what: str) -> Figure:
     """Plot a row per label: a dot per seed [seed], a stroke at their mean, and the mean as a number."""
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(7, 1.1 + 0.3 * len(values)), layout="constrained")
+        largest = max(
+            (float(np.max(np.abs(each))) for each in values.values() if np.all(np.isfinite(each))), default=0.0
+        )
         for row, each in enumerate(values.values()):
             known = each[np.isfinite(each)]
             look: dict[str, Any] = {"color": COLOURS[0], "linestyle": "none"}
             axes.plot(known, np.full(len(known), row), marker="o", alpha=0.45, markersize=5, markeredgewidth=0, **look)
             if len(known):
                 axes.plot(np.mean(known), row, marker="|", markersize=15, markeredgewidth=2.2, **look)
-            shown = f"{np.mean(each):.0f}" if len(known) == len(each) else f"{len(each) - len(known)} diverged"
+            mean = significant(float(np.mean(each)), largest)
+            shown = mean if len(known) == len(each) else f"{len(each) - len(known)} diverged"
             axes.annotate(shown, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
         axes.set_yticks(range(len(values)), list(values), fontsize=9)
         axes.set_ylim(len(values) - 0.5, -0.5)
@@ -309,7 +319,8 @@ def plots(experiment: Experiment, runs: Mapping[str, Result]) -> list[Plot]:
         match experiment.kind:
             case "curves":
                 beside = " Dashed lines are the published curves." if panel.published else ""
-                about = f"{panel.title}: return over trajectories per agent, mean and standard deviation, for {who}."
+                unit = runs[panel.cells[0].run].settings.unit
+                about = f"{panel.title}: return over {unit} per agent, mean and standard deviation, for {who}."
                 return [Plot(panel.title, about + beside, partial(_draw_curves, **given))]
             case "reach":
                 level, unit = level_of(panel), runs[panel.cells[0].run].settings.unit
@@ -385,7 +396,9 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: 
             look = {"linestyle": PUBLISHED_DASHES, "linewidth": 1.1, "zorder": 1.5}
             axes.plot(*curves[cell.label], color=colour, label=f"{cell.label}, published", **look)
         _draw_mean(axes, result.progress, result.returns, colour, label=cell.label, linewidth=1.6)
-    _over_progress(axes, max(runs[cell.run].progress[-1] for cell in panel.cells))
+    _over_progress(
+        axes, max(runs[cell.run].progress[-1] for cell in panel.cells), runs[panel.cells[0].run].settings.unit
+    )
     means = np.concatenate([np.mean(runs[cell.run].returns, axis=0) for cell in panel.cells])
     _return_axis(axes, panel, spread=float(np.ptp(means)))
 
@@ -508,10 +521,11 @@ def _draw_heatmap(axes: Axes, panel: Panel, runs: Mapping[str, Result], metric: 
     colours = matplotlib.colormaps["viridis" if metric == "return" else "magma_r"]
     axes.set_facecolor(GRID)  # the colour of cells without a number
     axes.pcolormesh(values, norm=norm, cmap=colours, edgecolors=GRID, linewidth=0.8)
+    largest = float(np.max(np.abs(values[np.isfinite(values)]), initial=0))
     for (row, column), value in np.ndenumerate(values):
         known = bool(np.isfinite(value))
         ink = _ink_on(colours(norm(value))) if known else MUTED
-        text = f"{value:.0f}" if known else "–"
+        text = f"{value:.0f}" if known and metric == "weight" else significant(float(value), largest)
         axes.text(column + 0.5, row + 0.5, text, color=ink, ha="center", va="center", fontsize=9)
     axes.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=40, ha="right", rotation_mode="anchor")
     axes.set_yticks(np.arange(len(rows)) + 0.5, rows)

@@ -94,7 +94,7 @@ class Scope:
 
 @cache
 def _all_published_curves() -> dict[str, Any]:
-    return loads((files("byzpg.experiments") / "published_curves.json").read_text())
+    return loads((files("byzpg.experiments") / "published_curves.json").read_text(encoding="utf-8"))
 
 
 def published_curves(figure: str, panel: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -6,9 +6,9 @@ repository.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -26,6 +26,7 @@ NUM_CELLS = 160
 # The metrics that are kept.
 KEPT = ("return_mean", "byzantine_weight", "diameter_before", "diameter_after")
 FORMAT = 1
+OWN_RUNS = "runs"  # the name of the experiment that a user's own runs are
 # What the labels in files of byzpg 0.1 had in addition.
 OLD_WORD = " declared"
 # What `Result.progress` is called in files of byzpg 0.2.
@@ -112,6 +113,45 @@ class Results:
                 runs[name] = Result(settings, arrays[f"{name}/{progress}"], metrics)
             experiments = tuple(_experiment(data) for data in about["experiments"])
             return cls(experiments, runs, about["provenance"])
+
+
+def joined(runs: Sequence[Run]) -> Run:
+    """Runs that differ in their seeds alone as one run with all of them."""
+    if len(runs) == 1:
+        return runs[0]
+    width = max(run.progress.shape[1] for run in runs)
+
+    def rows(values: Sequence[np.ndarray], **padding: Any) -> np.ndarray:
+        return np.concatenate([np.pad(each, ((0, 0), (0, width - each.shape[1])), **padding) for each in values])
+
+    first, nan = runs[0], {"constant_values": np.nan}
+    return replace(
+        first,
+        settings=replace(first.settings, num_seeds=sum(run.settings.num_seeds for run in runs)),
+        progress=rows([run.progress for run in runs], mode="edge"),
+        large=rows([run.large for run in runs]),
+        metrics={name: rows([run.metrics[name] for run in runs], **nan) for name in first.metrics},
+        parameters={name: np.concatenate([run.parameters[name] for run in runs]) for name in first.parameters},
+        output_iteration=np.concatenate([run.output_iteration for run in runs]),
+        complete=all(run.complete for run in runs),
+    )
+
+
+def results_of_runs(runs: Mapping[str, Run], made_by: Sequence[Mapping[str, Any]]) -> list[Results]:
+    """Runs by label as experiments, one for each preset, with a panel for each task and unit of progress."""
+    found = []
+    for preset in dict.fromkeys(run.settings.preset for run in runs.values()):
+        of_preset = {label: run for label, run in runs.items() if run.settings.preset == preset}
+        panels: dict[tuple[str, str], list[Cell]] = {}
+        for label, run in of_preset.items():
+            panels.setdefault((run.settings.env, run.settings.unit), []).append(Cell(label, label))
+        mixed = len({task for task, _ in panels}) < len(panels)
+        drawn = tuple(
+            Panel(f"{task}, {unit}" if mixed else task, task, tuple(cells)) for (task, unit), cells in panels.items()
+        )
+        experiment = Experiment(OWN_RUNS, "Runs", "How do these runs compare?", "curves", drawn)
+        found.append(Results.of(Grid((experiment,), {}), of_preset, {"runs": made_by}))
+    return found
 
 
 def _experiment(data: dict[str, Any]) -> Experiment:

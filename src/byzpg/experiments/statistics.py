@@ -7,11 +7,37 @@ batches of different sizes, so every mean over iterations is weighted by traject
 """
 
 from collections.abc import Callable, Sequence
+from math import floor, isnan, log10
 
 import numpy as np
 
 # Values of one experiment [seed, ...], or a list of them with one array per stratum, such as an attack or a task.
 Runs = np.ndarray | Sequence[np.ndarray]
+
+
+def significant(value: float, *beside: float) -> str:
+    """A number with the decimals of three significant digits, its own or those of larger numbers beside it; – for NaN.
+
+    >>> [significant(value) for value in (1234.5, 228.3, 66.44, 0.4817, -0.0002, 0)]
+    ['1,234', '228', '66.4', '0.482', '-0.0002', '0']
+    >>> significant(0.5, 228.3)
+    '0'
+    """
+    if isnan(value):
+        return "–"
+    largest = max(abs(float(f"{each:.3g}")) for each in (value, *beside))
+    if 0 < largest < 0.01:
+        return f"{value:.3g}"
+    decimals = 0 if largest == 0 or largest >= 100 else min(2 - floor(log10(largest)), 3)
+    return f"{round(value, decimals) + 0.0:,.{decimals}f}"  # + 0.0: no minus before a zero
+
+
+def mean_and_deviation(values: np.ndarray) -> str:
+    """Mean ± standard deviation of one number per seed [seed]; of a single seed, its number alone."""
+    mean, deviation = float(np.mean(values)), float(np.std(values))
+    if len(values) == 1:
+        return significant(mean)
+    return f"{significant(mean, deviation)} ± {significant(deviation, mean)}"
 
 
 def interquartile_mean(values: np.ndarray, axis: int = 0) -> np.ndarray:

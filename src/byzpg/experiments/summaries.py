@@ -5,12 +5,15 @@ about a run. Each is a function of a `Result`: the run on even cells of trajecto
 iterations that end in it, weighted by trajectories. An unfinished run counts as far as it has come.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan
+from pathlib import Path
 
 import numpy as np
 
+from byzpg._files import write_atomically
 from byzpg.config import PAPER, Settings
 from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Cell, Experiment, Panel, published_curves
 from byzpg.experiments.results import Result
@@ -150,6 +153,63 @@ def final_returns(result: Result) -> np.ndarray:
     """
     end = result.progress[-1]
     return np.mean(result.returns[:, result.progress > 0.9 * end], axis=1, dtype=float)
+
+
+def scores_by_algorithm(
+    results: Mapping[str, Result], labels: Sequence[str]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The returns of the last tenth in the form that rliable takes (Agarwal et al. 2021).
+
+    Runs with the same label and task must differ only in their seeds; they are put together.
+
+    Args:
+        results: The results of runs, by their names.
+        labels: For each, the name of its algorithm.
+
+    Returns:
+        For each label an array [run, task], where a run is a seed; and the tasks, in the order of the columns.
+
+    Raises:
+        ValueError: If runs cannot be told apart, or if an algorithm lacks runs of a task.
+    """
+    found: dict[str, dict[str, list[str]]] = {}  # label, task: the names of results
+    for (name, result), label in zip(results.items(), labels, strict=True):
+        alike = found.setdefault(label, {}).setdefault(result.settings.env, [])
+        for other in alike:
+            theirs = results[other].settings
+            if replace(result.settings, seed=theirs.seed, num_seeds=theirs.num_seeds) != theirs:
+                raise ValueError(
+                    f"{other} and {name} are both {label!r} on {theirs.env}, but with other options: export them apart."
+                )
+            if set(result.settings.seeds) & set(theirs.seeds):
+                raise ValueError(f"{other} and {name} have seeds in common: export one of them.")
+        alike.append(name)
+    tasks = sorted({task for by_task in found.values() for task in by_task})
+    scores = {}
+    for label, by_task in found.items():
+        columns = [[final_returns(results[name]) for name in by_task.get(task, [])] for task in tasks]
+        counts = [sum(map(len, column)) for column in columns]
+        if len(set(counts)) > 1:
+            listed = ", ".join(f"{count} on {task}" for task, count in zip(tasks, counts, strict=True))
+            raise ValueError(f"every algorithm needs equally many runs of every task, but {label!r} has {listed}.")
+        scores[label] = np.stack([np.concatenate(column) for column in columns], axis=1)
+    return scores, tasks
+
+
+def write_scores(scores: Mapping[str, np.ndarray], path: Path) -> None:
+    """Write scores as JSON: for each algorithm a list of rows, with null for a seed that diverged.
+
+    Raises:
+        ValueError: If the file exists.
+    """
+    if path.exists():
+        raise ValueError(f"{path} already exists: remove it, or choose another file.")
+    rows = {
+        label: [[float(each) if np.isfinite(each) else None for each in row] for row in values]
+        for label, values in scores.items()
+    }
+    text = json.dumps(rows, indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def best_return(result: Result) -> float:

@@ -70,7 +70,7 @@ class Sweep:
             ValueError: If the file cannot be read, or a cell of it is wrong; the message names the cell.
         """
         try:
-            values = tomllib.loads(path.read_text())
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"grid {path} cannot be read: {error}") from None
         return cls.of(values, str(path))

@@ -35,7 +35,8 @@ from byzpg.learning.gradients import (
 from byzpg.learning.host_rollouts import play
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.policies import Policy
-from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks, where_agents
+from byzpg.learning.rollout_kernel import where_agents
+from byzpg.learning.rollouts import Clock, Episodes, PlayAttacks
 from byzpg.robust.components import Component
 from byzpg.robust.rules import Rule
 

@@ -25,7 +25,8 @@ from byzpg.learning.advantages import PPO, Steps, generalized_advantages, normal
 from byzpg.learning.gradients import Health
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.policies import Critic, Policy
-from byzpg.learning.rollouts import PlayAttacks, where_agents
+from byzpg.learning.rollout_kernel import where_agents
+from byzpg.learning.rollouts import PlayAttacks
 from byzpg.learning.segments import Environments, Segment, keys_for, play_segment
 from byzpg.robust.aggregators import Mean, TrimmedMean
 from byzpg.robust.components import with_numbers, without_numbers

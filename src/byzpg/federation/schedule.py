@@ -197,7 +197,7 @@ class Schedule:
             total.append(total[-1] + (self.large_batch if large[-1] else self.small_batch))
         return Plan(np.asarray(large), np.asarray(total[1:]), coin.output_iteration(len(large)))
 
-    def timetable(self, initial_parameters: Vectors) -> "Timetable":
+    def timetable(self, initial_parameters: Vectors, extension: "Extension | None" = None) -> "Timetable":
         """When every seed carries out the iterations of its plan, which follows from its θ_0 [seed, d]."""
         first, *others = initial_parameters
         plan = self.plan(first)
@@ -208,7 +208,7 @@ class Schedule:
             plans = [plan, *(replace(plan, output_iteration=output) for output in outputs)]
         else:
             plans = [plan, *map(self.plan, others)]
-        return Timetable.of(plans, self)
+        return Timetable.of(plans, self) if extension is None else Timetable.extended(plans, self, extension)
 
 
 @dataclass(frozen=True)
@@ -222,6 +222,19 @@ class Plan:
     @property
     def num_iterations(self) -> int:
         return len(self.large)
+
+
+@dataclass(frozen=True, eq=False)
+class Extension:
+    """Where a finished run was extended to a new length."""
+
+    begin: np.ndarray  # [seed], the iterations that were done
+    output_iteration: np.ndarray  # [seed], T̂ of the finished run
+
+    def output_of(self, seed: int, plan: "Plan") -> int:
+        """T̂ of the extended run, which is uniform too: the new plan's, or if that is over, the finished run's."""
+        new = plan.output_iteration
+        return new if new >= self.begin[seed] else int(self.output_iteration[seed])
 
 
 @dataclass(frozen=True)
@@ -245,6 +258,17 @@ class Timetable:
         entries = (_entries(plans, share / len(plans)) for share in range(1, len(plans) + 1))
         found = [cls(tuple(plans), *each) for each in entries]
         return min(found, key=lambda each: each.trajectories_computed(schedule))
+
+    @classmethod
+    def extended(cls, plans: Sequence[Plan], schedule: Schedule, extension: Extension) -> Self:
+        """First an entry for every iteration that is done, then the timetable of the others."""
+        plans = [replace(plan, output_iteration=extension.output_of(seed, plan)) for seed, plan in enumerate(plans)]
+        begin = extension.begin
+        rests = [replace(plan, large=plan.large[done:]) for plan, done in zip(plans, begin, strict=True)]
+        rest, over = cls.of(rests, schedule), np.arange(np.max(begin)) < begin[:, None]
+        # The size of the batches that are over does not matter any more.
+        large = np.concatenate([np.ones(over.shape[1], bool), rest.large])
+        return cls(tuple(plans), large, np.concatenate([over, rest.takes_part], axis=1))
 
     def trajectories_computed(self, schedule: Schedule) -> int:
         """The trajectories that each agent of each seed samples, those it drops included."""

@@ -16,6 +16,7 @@ from byzpg.envs import Task
 from byzpg.envs.host import HostTask, Stage
 from byzpg.envs.spaces import Discrete, Space
 from byzpg.learning.policies import Policy, Weights
+from byzpg.learning.rollout_kernel import where_agents
 from byzpg.learning.rollouts import (
     ATTACK_ACTIONS,
     ATTACK_REWARDS,
@@ -25,7 +26,6 @@ from byzpg.learning.rollouts import (
     Episodes,
     PlayAttacks,
     rollout,
-    where_agents,
 )
 from byzpg.robust.attacks import Attack
 

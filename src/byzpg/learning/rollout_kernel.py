@@ -48,10 +48,15 @@ class StepInputs(NamedTuple):
     uniform_actions: Array | None  # [time, agent, episode, ...]; None if no attack changes actions
 
 
+def where_agents(mask: Array, changed: Array, unchanged: Array) -> Array:
+    """`jnp.where` with a mask over the leading axes."""
+    return jnp.where(mask.reshape(mask.shape + (1,) * (unchanged.ndim - mask.ndim)), changed, unchanged)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ongoing:
-    """Where episodes stand. All arrays have the shape of the batch."""
+    """Where episodes stand. All arrays have the shape of the batch; those of a state may have further axes."""
 
     state: Any
     alive: Array
@@ -64,7 +69,8 @@ class Ongoing:
         step = _step_of_kernel(setup.env) if in_kernel else setup.env.step
         # The state of an episode that has ended does not change: stepping it further could overflow.
         following, rewards, terminated = step(self.state, action, noise)
-        state = jax.tree.map(lambda new, old: jnp.where(self.alive, new, old), following, self.state)
+        choose = jnp.where if in_kernel else where_agents
+        state = jax.tree.map(lambda new, old: choose(self.alive, new, old), following, self.state)
         alive = self.alive & ~terminated & (time + 1 < setup.horizon)
         return Ongoing(state, alive, self.lengths + self.alive.astype(self.lengths.dtype)), rewards
 

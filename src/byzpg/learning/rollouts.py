@@ -16,7 +16,16 @@ from jax import Array, lax
 
 from byzpg.envs import Environment
 from byzpg.learning.policies import Policy
-from byzpg.learning.rollout_kernel import Agents, Ongoing, Setup, StepInputs, Transitions, fits_kernel, play_in_kernel
+from byzpg.learning.rollout_kernel import (
+    Agents,
+    Ongoing,
+    Setup,
+    StepInputs,
+    Transitions,
+    fits_kernel,
+    play_in_kernel,
+    where_agents,
+)
 from byzpg.robust.attacks import Attack
 from byzpg.robust.components import by_platform
 
@@ -243,9 +252,13 @@ class _Rollout:
         def play_group(first: Array) -> tuple[Ongoing, "_Played"]:
             agent, episode, present = rows.at(first + jnp.arange(num_rows))
             lane = agent[:, None] * self.num_episodes + episode
-            # A lane without an episode holds ones: in a state that says whether its episode has ended, it has.
-            chosen = jax.tree.map(lambda leaf: jnp.where(present, leaf.reshape(-1)[lane], 1), ongoing.state)
-            there = Ongoing(chosen, present, ongoing.lengths.reshape(-1)[lane])
+
+            def chosen(leaf: Array) -> Array:
+                # A lane without an episode holds ones: in a state that says whether its episode has ended, it has.
+                leaf = leaf.reshape(-1, *leaf.shape[2:])[lane]
+                return where_agents(present, leaf, jnp.ones_like(leaf))
+
+            there = Ongoing(jax.tree.map(chosen, ongoing.state), present, ongoing.lengths.reshape(-1)[lane])
             agents = jax.tree.map(lambda leaf: leaf[agent], self.agents)
             results = self.play(piece, agents, self.keys[agent], episode, there)
             return jax.tree.map(lambda leaf: leaf.reshape(num_lanes, *leaf.shape[2:]), results)
@@ -260,7 +273,7 @@ class _Rollout:
         blank = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape[1:]), leaf.dtype), shapes)
         _, packed = lax.while_loop(lambda carry: carry[0] < rows.ends[-1], turn, (jnp.zeros_like(rows.ends[-1]), blank))
         after, played = jax.tree.map(lambda leaf: leaf[rows.places], packed)
-        after = jax.tree.map(partial(jnp.where, ongoing.alive), after, ongoing)
+        after = jax.tree.map(partial(where_agents, ongoing.alive), after, ongoing)
         stays = jnp.stack(self.setup.env.observe(ongoing.state), axis=-1)[:, :, None]
         observations = jnp.where(ongoing.alive[..., None, None], played.observations, stays)
         return after, replace(played, observations=observations)
@@ -392,8 +405,3 @@ def play_in_loop(setup: Setup, agents: Agents, ongoing: Ongoing, inputs: StepInp
 
     ongoing, played = lax.scan(step, ongoing, inputs)
     return ongoing, jax.tree.map(lambda each: jnp.moveaxis(each, 0, 2), played)
-
-
-def where_agents(mask: Array, changed: Array, unchanged: Array) -> Array:
-    """`jnp.where` with a mask over the leading axes."""
-    return jnp.where(mask.reshape(mask.shape + (1,) * (unchanged.ndim - mask.ndim)), changed, unchanged)

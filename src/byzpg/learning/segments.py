@@ -7,6 +7,7 @@ episode has the task's distribution, though two episodes of one segment may star
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from jax import Array, lax
 
 from byzpg.envs import Environment, HostTask, Task
 from byzpg.learning.policies import Policy
-from byzpg.learning.rollouts import ATTACK_ACTIONS, ATTACK_REWARDS, NOISE, RESET, PlayAttacks, where_agents
+from byzpg.learning.rollout_kernel import where_agents
+from byzpg.learning.rollouts import ATTACK_ACTIONS, ATTACK_REWARDS, NOISE, RESET, PlayAttacks
 
 # An environment has one fresh start for so many steps of a segment, and at least one.
 STEPS_PER_START = 32
@@ -167,10 +169,10 @@ def _restarted(environments: Environments, where: Array, starts: Any, used: Arra
     number, num_environments = jax.tree.leaves(starts)[0].shape[1], where.shape[1]
     per_environment = number // num_environments
     places = (jnp.arange(num_environments) * per_environment + used) % number
-    fresh = jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, places, axis=1), starts)
+    fresh = jax.vmap(lambda of_agent, place: jax.tree.map(lambda leaf: leaf[place], of_agent))(starts, places)
     restarted = replace(
         environments,
-        state=jax.tree.map(lambda new, old: jnp.where(where, new, old), fresh, environments.state),
+        state=jax.tree.map(partial(where_agents, where), fresh, environments.state),
         elapsed=jnp.where(where, 0, environments.elapsed),
         gained=jnp.where(where, 0, environments.gained),
     )

@@ -240,7 +240,7 @@ def _card_content(member: Member) -> bytes:
 def read_toml(path: Path, what: str) -> dict[str, Any]:
     """Read a TOML file that may come from anyone; an error calls it by `what` it should be."""
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{what} {path} cannot be read: {error}") from None
 

@@ -123,7 +123,7 @@ class Mark:
 def _boot() -> bytes:
     """An id of the time since the machine was started; zeros if the system does not tell."""
     with suppress(OSError, ValueError):
-        return UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+        return UUID(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()).bytes
     return bytes(16)
 
 
@@ -149,7 +149,7 @@ class Store:
         existing = path / "owner.json"
         if existing.is_file():
             try:
-                found = json.loads(existing.read_text())
+                found = json.loads(existing.read_text(encoding="utf-8"))
                 whose = f"member {found['member']} of run {found['run']}"
             except (ValueError, KeyError, TypeError):
                 raise ValueError(f"{existing} is broken: choose another directory.") from None
@@ -188,7 +188,7 @@ class Store:
         if not path.is_file():
             patiently(path, lambda: self._write_secret(path, secrets.token_hex(8)), self._on_full_disk)
         try:
-            return np.frombuffer(bytes.fromhex(path.read_text()), "<u4", 2)
+            return np.frombuffer(bytes.fromhex(path.read_text(encoding="utf-8")), "<u4", 2)
         except ValueError:
             raise ValueError(f"{path} is broken: it must hold 16 digits of 0-9 and a-f.") from None
 
@@ -248,7 +248,7 @@ class Store:
         """The proofs that this member keeps, as plain data; files that cannot be read are left out."""
         for path in sorted((self.path / "evidence").glob("*.json")):
             with suppress(OSError, ValueError, RecursionError):
-                yield path, json.loads(path.read_text())
+                yield path, json.loads(path.read_text(encoding="utf-8"))
 
     def keep_final_state(self, frame: bytes) -> None:
         """Write the signed state at the end of training."""

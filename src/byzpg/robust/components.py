@@ -135,8 +135,73 @@ def plain_name(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
+# What other libraries and papers call things, by the name that they have here.
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    # options
+    "step_size": ("learning_rate", "lr", "eta", "policy_lr"),
+    "discount": ("gamma", "discount_factor"),
+    "decay": ("lr_decay", "learning_rate_decay", "anneal_lr"),
+    "adam_epsilon": ("adam_eps", "eps", "epsilon"),
+    "num_agents": (
+        "agents",
+        "num_workers",
+        "workers",
+        "num_clients",
+        "clients",
+        "num_peers",
+        "nodes",
+        "num_nodes",
+        "k",
+    ),
+    "num_byzantine": ("f", "byzantine", "num_faulty", "num_malicious", "num_adversaries", "nb_byz", "tolerance"),
+    "num_attackers": ("attackers", "num_declared"),
+    "num_seeds": ("seeds", "repetitions", "num_runs", "trials"),
+    "seed": ("random_seed", "rng_seed"),
+    "trajectories": ("episodes", "num_episodes", "num_trajectories", "iterations"),
+    "steps": ("timesteps", "total_timesteps", "num_steps", "env_steps", "frames"),
+    "large_batch": ("batch_size", "batch"),
+    "small_batch": ("minibatch_size",),
+    "rounds": ("agreement_rounds", "gossip_rounds", "kappa"),
+    "switch_probability": ("probability", "page_probability", "p"),
+    "env": ("task", "environment", "env_id", "env_name"),
+    "algorithm": ("algo", "method"),
+    "aggregator": ("aggregation", "rule", "gar", "defense", "defence"),
+    "hidden": ("hidden_sizes", "hidden_layers", "layers", "net_arch"),
+    "horizon": ("max_episode_steps", "max_steps", "episode_length"),
+    "directory": ("output_dir", "out_dir", "log_dir", "save_dir", "dir", "out"),
+    "devices": ("gpus", "num_gpus"),
+    # rules
+    "RFA": ("geomed", "geometric_median", "gm", "geomedian", "weiszfeld", "autogm"),
+    "Mean": ("average", "avg", "fedavg", "averaging", "plain_averaging"),
+    "Median": ("coordinate_wise_median", "coordinate_median", "cw_median", "cwmed", "comed", "marginal_median"),
+    "TrimmedMean": ("trmean", "tm", "cwtm", "coordinate_wise_trimmed_mean", "trimmed"),
+    "CenteredClipping": ("cc", "centered_clip", "cclip"),
+    "NNM": ("nearest_neighbor_mixing", "nearest_neighbour_mixing"),
+    "MDA": ("minimum_diameter_averaging", "minimal_diameter_averaging", "brute"),
+    "Clipping": ("static_clipping", "norm_clipping"),
+    "FedPGFilter": ("fedpg", "fedpgbr"),
+    # attacks
+    "SignFlip": ("sign_flipping", "bit_flip", "flip", "negation", "reverse_gradient"),
+    "ALIE": ("a_little_is_enough", "little", "lie"),
+    "IPM": ("inner_product_manipulation", "foe", "fall_of_empires"),
+    "LargeNoise": ("noise", "gaussian", "gaussian_noise", "gauss", "random_noise"),
+    "NoAttack": ("none", "honest", "no", "benign"),
+    "RewardFlip": ("label_flip", "label_flipping", "flip_reward"),
+    "NonFinite": ("nan", "inf", "infinity"),
+    "Silent": ("crash", "drop", "dropout"),
+}
+
+
+def synonym(name: str, known: Collection[str]) -> str | None:
+    """Return the known name for something that others call `name`, or None."""
+    called = plain_name(name)
+    return next((each for each in known if called in map(plain_name, SYNONYMS.get(each, ()))), None)
+
+
 def nearest(name: str, known: Collection[str]) -> str:
     """Return the hint " Did you mean 'X'?" for an unknown name, or "" if no known name is similar."""
+    if (meant := synonym(name, known)) is not None:
+        return f" Did you mean {meant!r}?"
     names = {plain_name(each): each for each in known}
     return "".join(f" Did you mean {names[each]!r}?" for each in get_close_matches(plain_name(name), names, n=1))
 

@@ -56,7 +56,7 @@ class Rule(Component, ABC):
         """Check that the rule tolerates f of K.
 
         Raises:
-            ValueError: If it does not; the message names the bound and the largest f allowed.
+            ValueError: If it does not; the message names the bound, the largest f for this K and the least K for f.
         """
         if num_agents < 1:
             raise ValueError(f"{self}: the number of agents must be at least 1, got {num_agents}.")
@@ -64,8 +64,15 @@ class Rule(Component, ABC):
             raise ValueError(f"{self}: num_byzantine must not be negative, got {num_byzantine}.")
         largest = self.max_byzantine(num_agents)
         if num_byzantine > largest:
-            fix = f"use num_byzantine ≤ {largest}" if largest >= 0 else "use more agents"
-            raise ValueError(f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: {fix}.")
+            # No bound is below f < K/8, but a limited search may end below any number of agents.
+            more = range(num_agents + 1, num_agents + 8 * num_byzantine + 8)
+            least = next((each for each in more if self.max_byzantine(each) >= num_byzantine), None)
+            fixes = [f"num_byzantine ≤ {largest}"] if largest >= 0 else []
+            fixes += [f"at least {least} agents"] if least is not None else []
+            raise ValueError(
+                f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: use "
+                f"{', or '.join(fixes) or 'another rule'}."
+            )
         if is_own(type(self)) and _is_static(self):
             _trace_on_sample(self, num_agents, num_byzantine)
 

@@ -10,7 +10,7 @@ from matplotlib import pyplot
 
 from byzpg.experiments.figures import COLOURS, GRID, INK, MUTED, RETURN_RANGES, Plot, legend_handles, plots
 from byzpg.experiments.paper import Experiment
-from byzpg.experiments.report.wording import seeds_of, whole
+from byzpg.experiments.report.wording import digits, seeds_of
 from byzpg.experiments.results import Result
 from byzpg.experiments.summaries import curve_names, window_of
 
@@ -53,7 +53,7 @@ def _caption(experiment: Experiment, runs: Mapping[str, Result]) -> str:
                 for cell in panel.cells:
                     lowest = float(np.min(np.mean(runs[cell.run].returns, axis=0)))
                     if panel.task in RETURN_RANGES and lowest < RETURN_RANGES[panel.task][0]:
-                        text += f" {panel.title}: {cell.label} leaves the axes, down to {whole(lowest)}."
+                        text += f" {panel.title}: {cell.label} leaves the axes, down to {digits(lowest)}."
             return text
         case "reach":
             one = runs[experiment.panels[0].cells[0].run]

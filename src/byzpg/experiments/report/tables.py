@@ -10,6 +10,7 @@ from byzpg.config import PAPER, Config, Settings
 from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Cell, Experiment, Panel
 from byzpg.experiments.report.wording import (
     count,
+    digits,
     heading,
     seeds_of,
     share,
@@ -187,7 +188,7 @@ def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
         shared = experiment.kind == "curves" and sum(other.run == cell.run for _, other in cells) > 1
         result, final = runs[cell.run], final_returns(runs[cell.run])
         row = [escape(names[cell.label]), *([f"{cell.at}"] if placed else [])]
-        row += [spread(final), with_interval(estimate(final), whole)]
+        row += [spread(final), with_interval(estimate(final), digits)]
         if diameters:
             means = run_means(result, "diameter_after")
             row.append("–" if means is None else small(float(np.mean(means))))
@@ -221,7 +222,7 @@ def _pooled_row(group: Sequence[tuple[Panel, Cell]], rivals: Rivals, runs: Mappi
     ours = [final_returns(runs[cell.run]) for _, cell in group]
     theirs = [final_returns(runs[rival.run]) for each in group if (rival := rivals[each])]
     row = [f"{escape(group[0][1].label)}, all attacks", spread(np.concatenate(ours))]
-    row += [with_interval(estimate(ours), whole)] + [""] * levels
+    row += [with_interval(estimate(ours), digits)] + [""] * levels
     return _row(*row, with_interval(improvement(ours, theirs), share))
 
 
@@ -239,8 +240,8 @@ def _rules_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
         wins = (
             improvement([finals[cell] for cell, _ in pairs], [finals[rival] for _, rival in pairs]) if pairs else None
         )
-        row = [escape(label), spread(np.concatenate(all_ours)), with_interval(estimate(all_ours), whole)]
-        row += [escape(str(worst.at)), whole(float(np.mean(finals[worst])))]
+        row = [escape(label), spread(np.concatenate(all_ours)), with_interval(estimate(all_ours), digits)]
+        row += [escape(str(worst.at)), digits(float(np.mean(finals[worst])))]
         rows.append(_row(*row, with_interval(wins, share) if wins else ""))
     return _table(
         f"{heading(experiment)} (all attacks together, {seeds_of(experiment, runs)})",

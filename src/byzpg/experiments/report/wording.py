@@ -3,30 +3,37 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
-from math import inf, isnan
+from math import inf
 
 import numpy as np
 
 from byzpg.experiments.paper import Experiment
 from byzpg.experiments.results import Result
+from byzpg.experiments.statistics import mean_and_deviation, significant
 from byzpg.experiments.summaries import Estimate, num_diverged
 
 
 def spread(values: np.ndarray) -> str:
     if missing := num_diverged(values):
         return f"{missing} of {len(values)} diverged"
-    mean, deviation = whole(float(np.mean(values))), whole(float(np.std(values)))
-    return f"{mean}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{deviation}"
+    return _typeset(mean_and_deviation(values)).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def with_interval(found: Estimate, write: Callable[[float], str]) -> str:
     return f"{write(found.value)} <span class='range'>[{write(found.low)}, {write(found.high)}]</span>"
 
 
+def digits(value: float) -> str:
+    return _typeset(significant(value))
+
+
 def whole(value: float) -> str:
-    if isnan(value):
-        return "–"
-    return f"{round(value):,}".replace("-", "−")
+    """A published number, which was read off a plot: its decimals mean nothing."""
+    return _typeset(f"{round(value):,}")
+
+
+def _typeset(text: str) -> str:
+    return text.replace("-", "−")
 
 
 def count(value: float) -> str:
@@ -62,7 +69,9 @@ def heading(experiment: Experiment) -> str:
 
 def seeds_of(experiment: Experiment, runs: Mapping[str, Result]) -> str:
     counts = {len(runs[cell.run].returns) for panel in experiment.panels for cell in panel.cells}
-    return f"{min(counts)} to {max(counts)} seeds" if len(counts) > 1 else f"{min(counts)} seeds"
+    return (
+        f"{min(counts)} to {max(counts)} seeds" if len(counts) > 1 else f"{min(counts)} seed{'s' * (min(counts) > 1)}"
+    )
 
 
 def bullets(items: Iterable[str]) -> str:

@@ -1,0 +1,101 @@
+"""Tasks in JAX as users may write them, for tests: correct ones and broken ones."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from byzpg.envs import Box, Discrete, JaxTask
+
+STEP = 0.25
+
+
+@dataclass(frozen=True)
+class Walk(JaxTask):
+    """A walk in the plane that starts at random, goes where actions say, is paid its place, and ends on the left."""
+
+    width: float = 1.0
+
+    observation_size = 3
+    action_space = Discrete(3)  # left, stay, right
+    horizon = 12
+
+    def begin(self, key: Array) -> tuple[Any, Array]:
+        place = jax.random.uniform(key, (2,), minval=-self.width, maxval=self.width)
+        state = {"place": place, "time": 0, "empty": jnp.zeros((0, 2))}
+        return state, self._seen(state)
+
+    def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
+        place = state["place"] + jnp.stack([STEP * (action - 1), jnp.zeros(())])
+        state = state | {"place": place, "time": state["time"] + 1}
+        return state, self._seen(state), place[0], place[0] < -1
+
+    def _seen(self, state: Any) -> Array:
+        return jnp.append(state["place"], state["time"])
+
+
+def walk() -> Walk:
+    return Walk(0.5)
+
+
+@dataclass(frozen=True)
+class Wind(Walk):
+    """A walk whose step is the action's number, clipped, and the wind's, drawn with the key of the step."""
+
+    action_space = Box(1, (-1.0,), (1.0,))
+
+    def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
+        place = state["place"] + jnp.append(action, jax.random.uniform(key))
+        state = state | {"place": place, "time": state["time"] + 1}
+        return state, self._seen(state), action[0], False  # pyright: ignore[reportReturnType]
+
+
+class Undecorated(JaxTask):
+    observation_size = 3
+    action_space = Discrete(3)
+    horizon = 12
+
+
+@dataclass(frozen=True)
+class WithoutHorizon(JaxTask):
+    observation_size = 3
+    action_space = Discrete(3)
+
+
+@dataclass(frozen=True)
+class WrongSize(Walk):
+    observation_size = 2
+
+
+@dataclass(frozen=True)
+class Pixels(Walk):
+    def begin(self, key: Array) -> tuple[Any, Array]:
+        return (), jnp.zeros((8, 8, 3))
+
+
+@dataclass(frozen=True)
+class Untraceable(Walk):
+    def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
+        return super().advance(state, 1 if action > 0 else action, key)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class Forgetful(Walk):
+    def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
+        state, seen, reward, ended = super().advance(state, action, key)
+        return state["place"], seen, reward, ended
+
+
+@dataclass(frozen=True)
+class ManyRewards(Walk):
+    def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
+        state, seen, _, ended = super().advance(state, action, key)
+        return state, seen, state["place"], ended
+
+
+@dataclass(frozen=True)
+class WithKey(Walk):
+    def begin(self, key: Array) -> tuple[Any, Array]:
+        return key, jnp.zeros(3)
