@@ -204,3 +204,15 @@ class Stumbling(Corridor):
 
 def stumbling() -> gymnasium.Env:
     return TimeLimit(Stumbling(), 9)
+
+
+class Unseeded(Corridor):
+    """Starts anywhere, whatever the seed is."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        observation, info = super().reset(seed=seed)
+        return observation + np.random.default_rng().normal(size=2).astype(np.float32), info
+
+
+def unseeded() -> gymnasium.Env:
+    return Unseeded()

@@ -24,6 +24,7 @@ ORDER = [
     "learning",
     "federation",
     "_registry",
+    "testing",
     "config",
     "runs",
     "training",

@@ -3,16 +3,20 @@
 import json
 import tomllib
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from inspect import isclass
 from math import inf, sqrt
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jax
+import jax.numpy as jnp
 
 from byzpg import _parts, envs
 from byzpg._registry import addresses, check_readable, fits, parse, type_name
+from byzpg.envs.host import imported_module
 from byzpg.envs.spaces import Box
 from byzpg.federation.agents import Optimizer
 from byzpg.federation.algorithms import ALGORITHMS, Federation
@@ -23,7 +27,7 @@ from byzpg.learning.policies import Policy, policy_for
 from byzpg.robust.aggregators import NNM, RFA, Aggregator, Bucketing, Mean, TrimmedMean
 from byzpg.robust.agreement import MDA, Agreement, NoAgreement
 from byzpg.robust.attacks import Attack, ByzantineSet, NoAttack
-from byzpg.robust.components import Component, nearest, plain_name, unknown
+from byzpg.robust.components import Component, is_own, nearest, plain_name, trying, unknown
 from byzpg.robust.rules import Rule
 
 # What presets share on each task unless they say otherwise: the paper's table; of Pendulum and Acrobot, our choice.
@@ -540,7 +544,9 @@ class Config:
 
 
 def _component(option: str, value: Any) -> Any:
-    """The value, with the text of a component read."""
+    """The value, with the text of a component read, and a class called."""
+    if option in FAMILY_OF and isclass(value):
+        return value()
     return parse(FAMILY_OF[option], value) if option in FAMILY_OF and isinstance(value, str) else value
 
 
@@ -559,7 +565,7 @@ def own_modules(values: Mapping[str, Any]) -> set[str]:
     named = [str(value) for option, value in values.items() if option in FAMILY_OF and value is not None]
     found = {each.partition(":")[0] for text in named for each in addresses(text)}
     task = values.get("env")
-    if isinstance(task, str) and (module := envs.host.imported_module(task)) is not None:
+    if isinstance(task, str) and (module := imported_module(task)) is not None:
         found.add(module)
     return found
 
@@ -922,7 +928,15 @@ def _check_components(values: Mapping[str, Any]) -> None:
             f"num_attackers must leave an honest agent: at most {num_agents - 1}, got {num_attackers}, "
             f"for which num_agents must be at least {num_attackers + 1}."
         )
-    jax.eval_shape(lambda: values["byzantine_set"](num_agents, num_attackers, 0, jax.random.key(0)))
+    values["attack"].check(num_agents, num_attackers, num_byzantine, values["aggregator"])
+    byzantine_set = values["byzantine_set"]
+    with trying(byzantine_set, "its call") if is_own(type(byzantine_set)) else nullcontext():
+        found = jax.eval_shape(lambda: byzantine_set(num_agents, num_attackers, 0, jax.random.key(0)))
+    if found.shape != (num_attackers,) or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise ValueError(
+            f"{byzantine_set} must give the indices of {num_attackers} agents, int32 [{num_attackers}]; got "
+            f"{found.dtype} {list(found.shape)}."
+        )
 
 
 def _policy(values: Mapping[str, Any], task: envs.Task) -> Policy:

@@ -16,6 +16,7 @@ import twins
 from byzpg._registry import parse
 from byzpg.robust import aggregators, attacks
 from byzpg.robust.attacks import Attack, FixedSet, Knowledge, RotatingSet
+from byzpg.testing import check_attack
 
 K, D = 13, 6
 ATTACKERS = (1, 4, 8)
@@ -88,22 +89,17 @@ def test_the_table_is_complete():
 
 
 @table
-def test_message_contract(row):
-    attack, knowledge = row.attack, known()
-    assert getattr(attack, "target", None) == row.target
-    assert attack.needs_key == row.draws
-    eager = any_hook(attack)(knowledge, ALL_AGENTS)
-    assert eager.shape == (K if row.equivocates else 1, len(ATTACKERS), D)
-    assert eager.dtype == jnp.float32
-    ask = jax.jit(any_hook(attack))
-    jitted = ask(knowledge, ALL_AGENTS)
-    close(jitted, eager)
-    np.testing.assert_array_equal(ask(knowledge, ALL_AGENTS), jitted)
-    assert np.array_equal(ask(known(key=1), ALL_AGENTS), jitted, equal_nan=True) != row.draws
-    # Receivers that are asked for one at a time get the same messages as all together.
-    alone = np.concatenate([ask(knowledge, jnp.asarray([receiver])) for receiver in range(K)])
-    close(alone, np.broadcast_to(eager, (K, len(ATTACKERS), D)))
-    assert np.array_equal(alone, np.tile(alone[:1], (K, 1, 1)), equal_nan=True) != row.equivocates
+def test_contract(row):
+    """`byzpg.testing` checks users' attacks in the same way."""
+    report = check_attack(row.attack, num_agents=K, num_attackers=len(ATTACKERS))
+    assert getattr(row.attack, "target", None) == row.target
+    assert row.attack.needs_key == row.draws
+    for phase in PHASES:
+        assert report.has(f"false {phase}") == (row.target in (phase, "both"))
+    assert report.has("equivocation") == row.equivocates
+    # It draws where it says so.
+    draws = not np.array_equal(sent(row.attack, known()), sent(row.attack, known(key=1)), equal_nan=True)
+    assert draws == row.draws
 
 
 @table
@@ -148,14 +144,6 @@ def test_unknown_options(row):
 def test_bad_options(make):
     with pytest.raises(ValueError, match=r"must be|needs a rule"):
         make()
-
-
-@table
-def test_play_is_poisoned_only_where_announced(row):
-    action, uniform, reward, key = jnp.zeros(3), jnp.ones(3), jnp.arange(3.0), jax.random.key(0)
-    acts_honestly = row.attack.act(action, uniform) is action
-    records_honestly = row.attack.record(reward, key) is reward
-    assert row.attack.poisons_play == (not (acts_honestly and records_honestly))
 
 
 def test_poisoned_play():

@@ -3,14 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.progress import Progress
 from rich.table import Table
 
+from byzpg._registry import parse
 from byzpg.cli.console import check_plot_path, console, say
 from byzpg.cli.labels import short
 from byzpg.robust import aggregators, attacks
-from byzpg.robust.certificates import certificate
+from byzpg.robust.attacks import MessageAttack
+from byzpg.robust.certificates import certificate, default_num_byzantine
+
+C = TypeVar("C")
 
 RULES = (
     aggregators.Mean(),
@@ -48,20 +53,27 @@ ATTACKS = (
 
 @dataclass(frozen=True)
 class Certify:
-    """Measure how robust the aggregation rules are under twelve attacks.
+    """Measure how robust aggregation rules are under attacks.
 
     For each pair of a rule and an attack, C_ra is the largest squared distance between the aggregate and the honest
     mean over many random samples, in units of the honest spread. The command prints the worst of these attacks next to
     the bound that is proven for the rule, and plots a heat map of all pairs. Attacks that are not in the heat map can
     do worse.
 
-    Example: byzpg certify --num-agents 20 --num-byzantine 4
+    Example: byzpg certify --num-agents 20
+
+    Example: byzpg certify --rules my_rules:MyRule "NNM(my_rules:MyRule)" RFA --attacks my_rules:MyAttack ALIE
     """
 
     num_agents: int = 13
     """Number of agents K, attackers included."""
-    num_byzantine: int = 3
-    """Number of Byzantine agents f that the rules tolerate; as many attack."""
+    num_byzantine: int | None = None
+    """Number of Byzantine agents f that the rules tolerate; as many attack. Default: ⌊(K − 1)/4⌋ and at least 1, or
+    fewer if the given rules tolerate fewer."""
+    rules: tuple[str, ...] = ()
+    """Aggregation rules to measure, also your own. Default: sixteen of byzpg's."""
+    attacks: tuple[str, ...] = ()
+    """Attacks on messages, also your own. Default: twelve of byzpg's."""
     dimension: int = 50
     """Length d of the vectors."""
     trials: int = 64
@@ -75,41 +87,57 @@ class Certify:
         from byzpg.experiments import figures
 
         check_plot_path(self.output)
-        aggregators.Mean().check(self.num_agents, self.num_byzantine)
-        tolerant = [rule for rule in RULES if rule.max_byzantine(self.num_agents) >= self.num_byzantine]
-        setting = f"K = {self.num_agents}, f = {self.num_byzantine}"
+        rules = [_read("aggregator", text, aggregators.Aggregator) for text in self.rules] or RULES
+        chosen = [_read("attack", text, MessageAttack) for text in self.attacks] or ATTACKS
+        num_byzantine = self.num_byzantine
+        if num_byzantine is None:
+            num_byzantine = default_num_byzantine(rules if self.rules else [], self.num_agents)
+        aggregators.Mean().check(self.num_agents, num_byzantine)
+        for rule in rules if self.rules else ():
+            rule.check(self.num_agents, num_byzantine)
+        tolerant = [rule for rule in rules if rule.max_byzantine(self.num_agents) >= num_byzantine]
+        setting = f"K = {self.num_agents}, f = {num_byzantine}"
         table = Table(title=f"{setting}, worst of {self.trials} samples per attack")
         for column in ("rule", "worst attack", "C_ra there", "proven bound"):
             table.add_column(column, justify="left" if "C_ra" not in column and "bound" not in column else "right")
         constants: dict[str, Mapping[str, float]] = {}
         with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("", total=len(tolerant) * len(ATTACKS))
+            bar = progress.add_task("", total=len(tolerant) * len(chosen))
             for rule in tolerant:
                 row, bound = {}, None
-                for attack in ATTACKS:
+                for attack in chosen:
                     progress.update(bar, advance=1, description=f"{rule} under {attack}")
-                    row[type(attack).__name__], bound = self._measure(rule, attack)
+                    row[short(attack)], bound = self._measure(rule, attack, num_byzantine)
                 worst = max(row, key=row.__getitem__)
                 constants[short(rule)] = row
                 known = "none known" if bound is None else f"{bound:.3g}"
                 table.add_row(str(rule), worst, figures.short_number(row[worst]), known)
         console.print(table)
-        for rule in RULES:
+        for rule in rules:
             if rule not in tolerant:
                 say(f"Left out: {rule} needs {rule.bound}.")
         title = f"Robustness of aggregation rules: {setting}"
         figures.save(figures.constants_heatmap(constants, title), self.output)
         say(f"Plot: {self.output}")
 
-    def _measure(self, rule: aggregators.Aggregator, attack: attacks.MessageAttack) -> tuple[float, float | None]:
+    def _measure(
+        self, rule: aggregators.Aggregator, attack: MessageAttack, num_byzantine: int
+    ) -> tuple[float, float | None]:
         """The measured C_ra, and the bound proven for it."""
         found = certificate(
             rule,
             attack,
             num_agents=self.num_agents,
-            num_byzantine=self.num_byzantine,
+            num_byzantine=num_byzantine,
             dimension=self.dimension,
             trials=self.trials,
             seed=self.seed,
         )
         return found.measured["C_ra"], found.bounds["C_ra"]
+
+
+def _read(family: str, text: str, kind: type[C]) -> C:
+    component = parse(family, text)
+    if not isinstance(component, kind):
+        raise ValueError(f"{component} is not an attack on messages, such as AvgZero.")
+    return component

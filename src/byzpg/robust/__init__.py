@@ -1,8 +1,9 @@
 """Robust aggregation: vectors [K, d] in, one vector out. It needs nothing else of byzpg.
 
 Aggregation rules, attacks and `certificate` can be imported from here, and so can what rules and attacks of your own
-build on: `WeightedAggregator`, `MessageAttack`, `Knowledge`, `Cloud`, …. Agreement rules are in
-`byzpg.robust.agreement`, because MDA is both. `byzpg.robust.exchange.exchange` is a whole round of messages.
+build on: the decorators `aggregator` and `attack`, `WeightedAggregator`, `MessageAttack`, `Knowledge`, …. Agreement
+rules are in `byzpg.robust.agreement`, because MDA is both. `byzpg.robust.exchange.exchange` is a whole round of
+messages.
 
 Examples:
     >>> import numpy as np
@@ -14,11 +15,12 @@ Examples:
     RFA() [2. 2.]
 """
 
-from byzpg.robust import aggregators, agreement, attacks, certificates, exchange
+from byzpg.robust import aggregators, agreement, attacks, certificates, exchange, functions
 from byzpg.robust.aggregators import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from byzpg.robust.agreement import Agreement, WeightedAgreement
 from byzpg.robust.attacks import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from byzpg.robust.certificates import Certificate, certificate
+from byzpg.robust.functions import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from byzpg.robust.geometry import Cloud
 from byzpg.robust.least_diameter import SearchLimitError
 from byzpg.robust.rules import Rule
@@ -36,6 +38,8 @@ __all__ = [
     "certificate",
     "certificates",
     "exchange",
+    "functions",
 ]
 __all__ += aggregators.__all__
 __all__ += attacks.__all__
+__all__ += functions.__all__

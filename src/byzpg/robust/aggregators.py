@@ -845,6 +845,14 @@ class PreAggregator(Aggregator):
     def max_byzantine(self, num_agents: int) -> int:
         return self.rule.max_byzantine(num_agents)
 
+    def num_points(self, num_agents: int, num_byzantine: int) -> int:
+        """Return the number n' of changed rows."""
+        return num_agents
+
+    def check(self, num_agents: int, num_byzantine: int) -> None:
+        super().check(num_agents, num_byzantine)
+        self.rule.check(self.num_points(num_agents, num_byzantine), num_byzantine)  # a rule may try itself there
+
 
 def _check_inner(wrapper: object, rule: object) -> None:
     if not isinstance(rule, Aggregator):
@@ -1006,6 +1014,9 @@ class Bucketing(PreAggregator):
             return self.size
         sizes = range(num_agents, 0, -1)
         return next((s for s in sizes if self.rule.max_byzantine(-(-num_agents // s)) >= num_byzantine), 1)
+
+    def num_points(self, num_agents: int, num_byzantine: int) -> int:
+        return -(-num_agents // self.bucket_size(num_agents, num_byzantine))
 
     def max_byzantine(self, num_agents: int) -> int:
         size = self.size or 1

@@ -14,6 +14,7 @@ attacker sends to agent 0 while the three honest agents hold the vectors (1, 2),
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
 from typing import ClassVar, Literal
 
@@ -21,10 +22,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from byzpg.robust.components import Component, check_choice, check_count, check_finite, check_positive
+from byzpg.robust.components import (
+    Component,
+    check_array,
+    check_choice,
+    check_count,
+    check_finite,
+    check_positive,
+    is_own,
+    trying,
+)
 from byzpg.robust.geometry import Cloud, dot, squared_distances, stored
 from byzpg.robust.least_diameter import least_diameter_subset
-from byzpg.robust.rules import Rule
+from byzpg.robust.rules import SAMPLE_DIMENSION, Rule
 
 __all__ = [
     "ALIE",
@@ -155,6 +165,30 @@ class Attack(Component):
     def changes_actions(self) -> bool:
         """Whether the attack changes the actions in an attacker's episodes."""
         return type(self).act is not Attack.act
+
+    def check(self, num_agents: int, num_attackers: int, num_byzantine: int, rule: Rule) -> None:
+        """Try an attack from outside byzpg on a sample of vectors.
+
+        Raises:
+            ValueError: If it cannot be compiled, fails, or gives messages of another shape than [r or 1, b, d].
+        """
+        if not is_own(type(self)) or not num_attackers:
+            return
+        vectors = jax.ShapeDtypeStruct((num_agents, SAMPLE_DIMENSION), jnp.float32)
+        receivers, byzantine = jnp.arange(2), jnp.arange(num_agents - num_attackers, num_agents)
+
+        def messages(phase: str, vectors: Array, key: Array) -> Array:
+            number = jnp.asarray(0)
+            knowledge = Knowledge(vectors, byzantine, number, key, rule=rule, num_byzantine=num_byzantine)
+            return self.messages(phase, knowledge, receivers)
+
+        shapes = [(number, num_attackers, SAMPLE_DIMENSION) for number in (1, len(receivers))]
+        for phase in ("gradients", "parameters"):
+            with trying(self, f"messages of {phase}"):
+                sent = jax.eval_shape(partial(messages, phase), vectors, jax.random.key(0))
+                check_array(self, f"messages of {phase} [receiver or 1, attacker, d]", sent, shapes)
+        with trying(self, "record"):
+            check_array(self, "recorded rewards", jax.eval_shape(self.record, jnp.ones(3), jax.random.key(0)), [(3,)])
 
     def act(self, action: Array, uniform: Array) -> Array:
         """Return the action to take.

@@ -6,6 +6,7 @@ For an agreement rule, there are two constants. In one round, the honest diamete
 its length, and the honest mean moves by at most C_avg times that length.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from byzpg.robust.aggregators import Aggregator
 from byzpg.robust.agreement import Agreement
 from byzpg.robust.attacks import Knowledge, MessageAttack
 from byzpg.robust.exchange import exchange
+from byzpg.robust.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,23 @@ def honest_clouds(key: Array, trials: int, num_agents: int, dimension: int) -> A
     return clouds + sizes * jax.random.normal(mean, (trials, 1, dimension))
 
 
+def default_num_byzantine(rules: Iterable[Rule], num_agents: int) -> int:
+    """Return f for K agents: ⌊(K − 1)/4⌋ but at least 1, or what all of these rules tolerate if that is less.
+
+    Examples:
+        >>> from byzpg.robust import Bulyan, RFA
+        >>> default_num_byzantine([RFA()], 13), default_num_byzantine([RFA(), Bulyan()], 13)
+        (3, 2)
+    """
+    return min([max(1, (num_agents - 1) // 4), *(rule.max_byzantine(num_agents) for rule in rules)])
+
+
 def certificate(
     rule: Aggregator | Agreement,
     attack: MessageAttack,
     *,
     num_agents: int = 13,
-    num_byzantine: int = 3,
+    num_byzantine: int | None = None,
     dimension: int = 50,
     trials: int = 256,
     seed: int = 0,
@@ -94,7 +107,8 @@ def certificate(
         rule: An aggregation or agreement rule.
         attack: An attack on messages.
         num_agents: K, the number of agents.
-        num_byzantine: f, the number of Byzantine agents that the rule tolerates; as many attack.
+        num_byzantine: f, the number of Byzantine agents that the rule tolerates; as many attack. Default: see
+            `default_num_byzantine`.
         dimension: The length of the vectors.
         trials: The number of clouds.
         seed: The seed of all random numbers.
@@ -113,11 +127,14 @@ def certificate(
         >>> print(certificate(Mean(), AvgZero(), num_agents=5, num_byzantine=1, dimension=2, trials=4))
         Mean() under AvgZero(), K = 5, f = 1, worst of 4 clouds: C_ra 1463 (no bound known)
     """
+    if num_byzantine is None:
+        num_byzantine = default_num_byzantine([rule], num_agents)
     rule.check(num_agents, num_byzantine)
     if not isinstance(attack, MessageAttack):
         raise TypeError(f"A certificate needs an attack on messages such as AvgZero(), got {attack}.")
     if num_byzantine < 1 or num_agents - num_byzantine < 2:
         raise ValueError("A certificate needs at least one Byzantine agent and two honest ones.")
+    attack.check(num_agents, num_byzantine, num_byzantine, rule)
     if trials < 1 or dimension < 1:
         raise ValueError(f"trials and dimension must be positive, got {trials} and {dimension}.")
     key = jax.random.key(seed)

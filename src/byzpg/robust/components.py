@@ -1,6 +1,7 @@
 """What all components (rules, attacks, …) share: they print as they are written, and they check their options."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.errors import JAXIndexError, JAXTypeError
 from jax.extend.backend import get_backend
 
 Vectors = Array | np.ndarray
@@ -40,6 +42,11 @@ class Component:
         return f"{address(type(self))}({', '.join(options)})"
 
 
+def is_own(component_class: type) -> bool:
+    """Whether a component's class is from outside byzpg."""
+    return component_class.__module__.partition(".")[0] != "byzpg"
+
+
 def address(component_class: type) -> str:
     """How a component's class is named in text: module:Name, or the name alone if it is one of byzpg's.
 
@@ -47,7 +54,7 @@ def address(component_class: type) -> str:
     alone too.
     """
     module, name = component_class.__module__, component_class.__qualname__
-    if module.partition(".")[0] in ("byzpg", "__main__") or "<locals>" in name:
+    if not is_own(component_class) or module == "__main__" or "<locals>" in name:
         return component_class.__name__
     return f"{module}:{name}"
 
@@ -276,6 +283,34 @@ def _default_platform() -> str | None:
         return "cpu"
     is_cuda = "cuda" in get_backend().platform_version  # to JAX, ROCm is the backend "gpu" too
     return "cuda" if is_cuda and jax.config.jax_default_device is None else None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def trying(component: Component, what: str) -> Iterator[None]:
+    """Turn whatever a component of the user's own raises on a sample into one error that names it."""
+    try:
+        yield
+    except (JAXTypeError, JAXIndexError) as error:
+        raise ValueError(
+            f"{component}: {what} cannot be compiled by JAX, because it needs the value of an array before it is "
+            "known. Use jax.numpy in place of NumPy, jnp.where in place of if, and jnp.sum over a mask in place of "
+            f"rows[mask]. ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        ) from error
+    except ValueError as error:
+        if str(error).startswith(f"{component}: "):
+            raise ValueError(str(error)) from None  # without what JAX adds to errors that pass through it
+        raise ValueError(f"{component}: {what} failed on a sample (ValueError: {error})") from error
+    except Exception as error:
+        raise ValueError(f"{component}: {what} failed on a sample ({type(error).__name__}: {error})") from error
+
+
+def check_array(component: Component, what: str, result: object, shapes: Collection[tuple[int, ...]]) -> None:
+    """Raise ValueError unless `what` gave a JAX array of floats in one of these shapes."""
+    wanted = " or ".join(str(list(shape)) for shape in shapes)
+    if not isinstance(result, Array | jax.ShapeDtypeStruct):
+        raise ValueError(f"{component}: {what} must be a JAX array {wanted}, got {type(result).__name__}.")
+    if result.shape not in shapes or not jnp.issubdtype(result.dtype, jnp.floating):
+        raise ValueError(f"{component}: {what} must be floats {wanted} here, got {result.dtype} {list(result.shape)}.")
 
 
 def zeros_for(function: Callable[..., Result], *arguments: Any) -> Result:

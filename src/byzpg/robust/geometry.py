@@ -492,6 +492,16 @@ class Cloud:
             own=own,
         )
 
+    def points(self) -> tuple[Array, Array]:
+        """Return the points [n, d] in the order of their senders, 0 where they are not usable, and which are usable."""
+        if self.mixing is not None:
+            points = self._stored_sum(self.mixing[:-1])
+        else:
+            points = jnp.concatenate(self.rows()[0])
+            if self.private is not None:  # honest agents come first in it
+                points = jnp.zeros_like(points).at[self.sender[: len(points)]].set(points)
+        return jnp.where(self.usable[:, None], points, 0), self.usable
+
     def rows(self, members: Array | None = None) -> tuple[list[Array], list[Array]]:
         """Return the points [1, d] as a list, in any order, and which of them are `members` [n] (default: usable)."""
         if members is None:

@@ -6,10 +6,10 @@ count and when a result is defined.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import jax
@@ -20,8 +20,11 @@ from jax.core import Tracer
 from byzpg.robust.components import (
     Component,
     Vectors,
+    check_array,
     check_num_byzantine,
     check_vectors,
+    is_own,
+    trying,
     with_numbers,
     without_numbers,
 )
@@ -70,6 +73,8 @@ class Rule(Component, ABC):
                 f"{self} needs {self.bound}; {num_byzantine} of {num_agents} agents breaks that: use "
                 f"{', or '.join(fixes) or 'another rule'}."
             )
+        if is_own(type(self)) and _is_static(self):
+            _trace_on_sample(self, num_agents, num_byzantine)
 
     def is_mean(self, num_byzantine: int) -> bool:
         """Whether the rule is the mean of all rows with this f."""
@@ -100,6 +105,40 @@ class WeightedRule(Rule):
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return cloud.combine(self.coefficients(cloud, num_byzantine, key))
+
+
+# The length of the rows with which a rule of the user's own is traced.
+SAMPLE_DIMENSION = 7
+
+
+def _is_static(rule: Rule) -> bool:
+    """Whether no option of the rule is an array, as in a compiled program whose numbers are data."""
+    try:
+        hash(rule)
+    except TypeError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=256)
+def _trace_on_sample(rule: Rule, num_agents: int, num_byzantine: int) -> None:
+    """Trace a rule of the user's own, which computes nothing.
+
+    Raises:
+        ValueError: If it cannot be compiled, fails, or gives anything but floats in the right shape.
+    """
+    rows = jax.ShapeDtypeStruct((num_agents, SAMPLE_DIMENSION), jnp.float32)
+
+    def on_rows(method: Callable[..., Array], rows: Array, key: Array) -> Array:
+        present = jnp.ones(num_agents, bool)
+        return method(Cloud.received(rows, present, num_agents - num_byzantine, jnp.asarray(0)), num_byzantine, key)
+
+    methods = [(rule.combine, "its result", (SAMPLE_DIMENSION,))]
+    if rule.has_weights:
+        methods.insert(0, (rule.coefficients, "coefficients, the origin's last,", (num_agents + 1,)))
+    for method, what, shape in methods:
+        with trying(rule, method.__name__):
+            check_array(rule, what, jax.eval_shape(partial(on_rows, method), rows, jax.random.key(0)), [shape])
 
 
 @jax.tree_util.register_dataclass
