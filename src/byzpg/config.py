@@ -265,7 +265,7 @@ PPO_ALONE: dict[str, dict[str, Any]] = {
         "step_size": 3e-4,
         "decay": 0.5,
         "ppo": PPO(
-            environments=4, segment=256, epochs=8, minibatches=16, gae_lambda=0.98, entropy=0.01, reward_scale=0.05
+            environments=2, segment=512, epochs=8, minibatches=16, gae_lambda=0.98, entropy=0.01, reward_scale=0.05
         ),
     },
     "Pendulum-v1": {
