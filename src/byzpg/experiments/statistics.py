@@ -18,10 +18,11 @@ Runs = np.ndarray | Sequence[np.ndarray]
 def significant(value: float, *beside: float) -> str:
     """A number with the decimals of three significant digits, its own or those of larger numbers beside it; – for NaN.
 
-    >>> [significant(value) for value in (1234.5, 228.3, 66.44, 0.4817, -0.0002, 0)]
-    ['1,234', '228', '66.4', '0.482', '-0.0002', '0']
-    >>> significant(0.5, 228.3)
-    '0'
+    Examples:
+        >>> print(*(significant(value) for value in (1234.5, 228.3, 66.44, 0.4817, -0.0002, 0)))
+        1,234 228 66.4 0.482 -0.0002 0
+        >>> print(significant(0.5, 228.3))
+        0
     """
     if isnan(value):
         return "–"
