@@ -591,7 +591,10 @@ class Config:
 def _component(option: str, value: Any) -> Any:
     """The value, with the text of a component read, and a class called."""
     if option in FAMILY_OF and isclass(value):
-        return value()
+        try:
+            return value()
+        except TypeError as error:
+            raise ValueError(f"{option} = {value.__name__} needs options, so it must be called ({error}).") from error
     if option == "policy" and isinstance(value, str) and ":" not in value:  # a kind of the built-in network
         if value not in POLICIES:
             raise ValueError(
