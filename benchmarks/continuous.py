@@ -57,7 +57,7 @@ def main() -> None:
             flush=True,
         )
         picture = figures.learning_curves([figures.Curve("DecByzPG", run.trajectories, run.returns)], name)
-        figures.save(picture, arguments.results / f"continuous-{config.env.rpartition(':')[2]}.png")
+        figures.save(picture, arguments.results / f"continuous-{run.settings.env.rpartition(':')[2]}.png")
 
 
 if __name__ == "__main__":

@@ -670,7 +670,8 @@ def test_a_run_that_was_stopped_or_extended_ends_to_the_bit_as_one_that_was_not(
     longer: dict[str, Any] = TINY | {"steps": 16 * 12, "ppo": ppo}
     with pytest.raises(Stop):
         train(Config(**longer), tmp_path / "run", stop)
-    train(Config(**longer | {"steps": 96}), tmp_path / "extended")
+    shorter: dict[str, Any] = longer | {"steps": 96}
+    train(Config(**shorter), tmp_path / "extended")
     whole = train(Config(**longer))
     for run in (resume(tmp_path / "run"), resume(tmp_path / "extended", steps=16 * 12)):
         assert run.settings == whole.settings
