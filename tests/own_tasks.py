@@ -160,5 +160,5 @@ class WithPlace(Walk):
         return Place(state), seen
 
     def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
-        state, *others = super().advance(state.values, action, key)
-        return Place(state), *others
+        state, seen, reward, ended = super().advance(state.values, action, key)
+        return Place(state), seen, reward, ended
