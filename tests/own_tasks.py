@@ -99,3 +99,66 @@ class ManyRewards(Walk):
 class WithKey(Walk):
     def begin(self, key: Array) -> tuple[Any, Array]:
         return key, jnp.zeros(3)
+
+
+@dataclass(frozen=True)
+class WholeNumbers(Walk):
+    """Observations are whole numbers at first, as zeros often are."""
+
+    def begin(self, key: Array) -> tuple[Any, Array]:
+        return super().begin(key)[0], jnp.zeros(3, int)
+
+
+@dataclass(frozen=True)
+class Rounding(Walk):
+    def begin(self, key: Array) -> tuple[Any, Array]:
+        state, seen = super().begin(key)
+        return state | {"place": jnp.zeros(2, int)}, seen
+
+
+@dataclass(frozen=True)
+class Unhashable(Walk):
+    width: Any = None
+
+
+def unhashable() -> Unhashable:
+    return Unhashable([1.0])
+
+
+@dataclass(frozen=True)
+class OnlyState(Walk):
+    def begin(self, key: Array) -> Any:
+        return super().begin(key)[0]
+
+
+@dataclass(frozen=True)
+class Listing(Walk):
+    def advance(self, state: Any, action: Array, key: Array) -> Any:
+        state, seen, *others = super().advance(state, action, key)
+        return state, list(seen), *others
+
+
+@jax.tree_util.register_pytree_node_class
+class Place:
+    """A state without an equality of its own."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.values,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Place":
+        return cls(*children)
+
+
+@dataclass(frozen=True)
+class WithPlace(Walk):
+    def begin(self, key: Array) -> tuple[Any, Array]:
+        state, seen = super().begin(key)
+        return Place(state), seen
+
+    def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
+        state, seen, reward, ended = super().advance(state.values, action, key)
+        return Place(state), seen, reward, ended

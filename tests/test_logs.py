@@ -16,6 +16,7 @@ from byzpg.experiments.results import Result
 from byzpg.experiments.summaries import final_returns, scores_by_algorithm, write_scores
 from byzpg.federation.metrics import METRICS
 from byzpg.logs import Report, open_log
+from byzpg.training import resume_all
 
 # Seeds toss coins of their own, so they are not at the same iteration.
 CONFIG = Config(
@@ -110,7 +111,13 @@ def test_what_a_callback_raises_ends_the_run_and_nothing_is_lost(tmp_path: Path)
     assert not part.complete
     done = int(part.num_iterations.sum())
     assert_same_rows(read_jsonl(path), rows_of(part))
-    # A process that is killed while it writes leaves part of a line.
+    # A process that is killed while it writes leaves part of a line, or all of it but its end.
+    whole = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(whole[:-1])
+    resumed = open_log("jsonl", path, part.settings)
+    resumed.close()
+    assert whole.startswith((path / "metrics.jsonl").read_text())
+    assert (path / "metrics.jsonl").read_text().endswith("}\n")
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"seed": 7, "iter')
     later: list[Report] = []
@@ -138,6 +145,11 @@ def test_a_log_that_is_asked_for_later_begins_with_the_first_iteration(tmp_path:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     resume(tmp_path / "run", log=["jsonl"])
     assert_same_rows(read_jsonl(tmp_path / "run"), rows_of(whole_run()[0]))
+    # The same of a complete run, alone or among several; what is there is not written twice.
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    resume_all([tmp_path / "run"], log=["jsonl"])
+    resume(tmp_path / "run", log=["jsonl"])
+    assert_same_rows(read_jsonl(tmp_path / "run"), rows_of(whole_run()[0]))
 
 
 def test_a_log_goes_on_where_a_finished_run_is_extended(tmp_path: Path) -> None:
@@ -151,7 +163,7 @@ def test_a_log_that_fails_ends_the_run_after_its_checkpoint(tmp_path: Path, monk
     def full(self: Any, *_: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("byzpg.logs._JSONLines.flush", full)
+    monkeypatch.setattr("byzpg.logs._JSONLines.write", full)
     with pytest.raises(OSError, match="No space left"):
         train(CONFIG, tmp_path / "run", log=["jsonl"])
     monkeypatch.undo()
@@ -227,6 +239,8 @@ def test_logs_that_cannot_be_written_are_refused_before_anything_is(
 def test_a_log_needs_a_directory_and_a_table_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"log = \['jsonl'\] needs a directory"):
         train(CONFIG, log=["jsonl"])
+    with pytest.raises(ValueError, match=r"log must be a list: log = \['jsonl'\]"):
+        train(CONFIG, log="jsonl")
     run, _ = whole_run()
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ValueError, match=r"to_dataframe needs pandas: pip install .*\[pandas\]"):

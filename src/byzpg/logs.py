@@ -22,6 +22,7 @@ from byzpg._install import install
 from byzpg.config import Settings
 from byzpg.federation.schedule import Timetable
 from byzpg.robust.components import unknown
+from byzpg.runs import Run
 
 LogName = Literal["jsonl", "tensorboard", "wandb"]
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # which the extras with the names of the logs install
@@ -92,6 +93,21 @@ def reports(
         )
 
 
+def reports_of(run: Run) -> Iterator[Report]:
+    """The reports of a run as it would be if no seed had to wait for another."""
+    for iteration in range(run.progress.shape[1]):
+        yield Report(
+            number=iteration,
+            seeds=run.settings.seeds,
+            took_part=iteration < run.num_iterations,
+            iteration=np.minimum(iteration, run.num_iterations - 1),
+            progress=run.progress[:, iteration],
+            unit=run.settings.unit,
+            large=run.large[:, iteration],
+            metrics={name: values[:, iteration] for name, values in run.metrics.items()},
+        )
+
+
 class Log:
     """A log in the directory of a run."""
 
@@ -137,6 +153,8 @@ def open_log(name: str, directory: Path, settings: Settings) -> Log:
 
 def check_logs(names: Sequence[str]) -> None:
     """Raise a ValueError if there is no such kind of log, or a package is missing."""
+    if isinstance(names, str):
+        raise ValueError(f"log must be a list: log = [{names!r}].")
     for name in names:
         if name not in get_args(LogName):
             raise ValueError(unknown("log", name, get_args(LogName)))
@@ -157,7 +175,7 @@ class _JSONLines(Log):
         whole = 0
         for line in self.file:
             try:
-                row = json.loads(line)
+                row = json.loads(line[: line.index(b"\n")])
                 self.written[row["seed"]] = row["iteration"] + 1
             except (ValueError, KeyError, TypeError):
                 break  # the process was killed while it wrote

@@ -23,7 +23,7 @@ from byzpg.federation import devices
 from byzpg.federation.metrics import METRICS
 from byzpg.federation.schedule import Extension, Timetable
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState, States
-from byzpg.logs import Log, OnIteration, Report, check_logs, open_log, reports
+from byzpg.logs import Log, OnIteration, Report, check_logs, open_log, reports, reports_of
 from byzpg.runs import Checkpoint, Run, RunDirectory
 
 # Iterations between two looks at the clock: few enough for Ctrl-C, enough to hide the way to the host and back.
@@ -89,9 +89,9 @@ def train(
     True
     """
     settings = config.resolved()
+    check_logs(log)
     if log and directory is None:
         raise ValueError(f"log = {log!r} needs a directory: logs lie in the directory of the run.")
-    check_logs(log)
     kept = None if directory is None else RunDirectory.create(Path(directory), settings)
     with _logging([_Pending(settings, kept, None)], log) as pending:
         return _Program(pending).run(on_progress, on_iteration)[0]
@@ -119,10 +119,11 @@ def resume(
         trajectories: A new length of the run in all, to which a complete run is extended: see `extend`.
         steps: The same for algorithms with a critic.
     """
+    check_logs(log)
     extend(directory, trajectories=trajectories, steps=steps)
     kept = RunDirectory.open(Path(directory))
     if kept.complete:
-        return kept.read_results()
+        return _complete_logs(kept, log)
     with _logging([_Pending(kept.settings(), kept, kept.read_checkpoint())], log) as pending:
         return _Program(pending).run(on_progress, on_iteration)[0]
 
@@ -173,12 +174,15 @@ def extend(directory: str | Path, *, trajectories: int | None = None, steps: int
 
 
 def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = None, log: Sequence[str] = ()) -> None:
-    """Continue many runs, as many as possible in one program; complete ones are left alone.
+    """Continue many runs, as many as possible in one program; of complete ones, only logs may be written.
 
     The result of a run is the same as alone up to rounding, which depends on the runs it shares a program with.
     """
     opened = [RunDirectory.open(directory) for directory in directories]
     pending = [_Pending(kept.settings(), kept, kept.read_checkpoint()) for kept in opened if not kept.complete]
+    for kept in opened:
+        if log and kept.complete:
+            _complete_logs(kept, log)
     programs: dict[Any, list[_Pending]] = {}
     for each in pending:
         programs.setdefault(each.program, []).append(each)
@@ -328,10 +332,19 @@ def _logging(pending: Sequence[_Pending], names: Sequence[str]) -> Iterator[list
 
         def with_logs(each: _Pending) -> _Pending:
             assert each.kept is not None
-            logs = [open_log(name, each.kept.path, each.settings) for name in dict.fromkeys(names)]
+            logs = (open_log(name, each.kept.path, each.settings) for name in dict.fromkeys(names))
             return replace(each, logs=tuple(opened.enter_context(closing(log)) for log in logs))
 
         yield [with_logs(each) for each in pending] if names else list(pending)
+
+
+def _complete_logs(kept: RunDirectory, names: Sequence[str]) -> Run:
+    """Write what these logs lack of a complete run, and return it."""
+    run = kept.read_results()
+    for name in dict.fromkeys(names):
+        with closing(open_log(name, kept.path, run.settings)) as log:
+            log.extend(reports_of(run))
+    return run
 
 
 def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
@@ -404,6 +417,8 @@ class _Program:
             states = self.simulation.fetched(self.states)
         if stopped is not None:
             raise stopped
+        if self.logged < self.done:  # a log failed in the last iteration, and the run was resumed
+            self._log()
         return [] if decision == STOP else self._finish(states)
 
     def _latest_reports(self) -> Iterator[Report]:

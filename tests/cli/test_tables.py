@@ -1,6 +1,7 @@
 """Commands that look at one run print the same numbers."""
 
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -160,7 +161,9 @@ def test_plot_and_report_take_runs_sweeps_and_experiments_alike(
     reproduced = {name: a_run(settings, 10) for name, settings in planned.settings.items()}
     Results.of(planned, reproduced, {**provenance(), "command": "byzpg reproduce fig1"}).save(Path("fig1.npz"))
 
-    # Runs of a sweep that differ in the seed alone are one row, with their common spread.
+    # Runs of a sweep that differ in the seed alone are one row, with their common spread; a copy is none of them.
+    again = RunDirectory.create(Path("sweeps/mine/runs/z-copy"), cells[0].settings)
+    again.write_results(runs[cells[0].name])
     text = byzpg("plot", "sweeps/mine", "--output", "sweep.pdf")
     assert "1 run without a checkpoint yet: left out." in text
     for first, second in zip(cells[:2], cells[2:], strict=True):
@@ -168,6 +171,9 @@ def test_plot_and_report_take_runs_sweeps_and_experiments_alike(
         ends = [final_returns(Result.of(joined([runs[each.name] for each in (first, second)])))]
         assert mean_and_deviation(ends[0]) in text
     assert Path("sweep.pdf").is_file()
+    assert re.findall(r"\S*z-copy.*", text)[0].strip() == "sweeps/mine/runs/z-copy"
+    assert text.count("and 1 other seed") == 2
+    shutil.rmtree(again.path)
 
     everything = ("sweeps/mine", "alone", "fig1.npz")
     text = byzpg("plot", *everything, "--output", "all.svg")

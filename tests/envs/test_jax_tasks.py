@@ -85,6 +85,18 @@ def test_segments_tell_termination_from_truncation(task: Any) -> None:
         np.testing.assert_allclose((following - seen)[..., 0], np.clip(segment.actions[..., 0], -1, 1), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["own_tasks:WholeNumbers", "own_tasks:WithPlace"])
+def test_no_step_rounds_what_is_seen(name: str) -> None:
+    task, twin = jax_task(name), Walk()
+    states = [jax.vmap(each.reset)(KEYS) for each in (task, twin)]
+    action, noise = (jnp.asarray([0, 2]),), (jnp.zeros(2),) * 2
+    seen, expected = (
+        jnp.stack(each.observe(each.step(state, action, noise)[0]))
+        for each, state in zip((task, twin), states, strict=True)
+    )
+    np.testing.assert_array_equal(seen, expected)
+
+
 def test_a_task_for_one_episode_fulfils_the_contract_of_environments() -> None:
     assert not check_environment(Wind(), steps=12).failures
 
@@ -151,6 +163,10 @@ BAD = {
     "own_tasks:Untraceable": "advance cannot be traced by JAX (TracerBoolConversionError",
     "own_tasks:Forgetful": "like that of begin: {'empty': (0, 2), 'place': (2,), 'time': ()}; got (2,).",
     "own_tasks:ManyRewards": "both of shape (); after the state come (3,), (2,), ().",
+    "own_tasks:Rounding": "begin gives a state with an array of int32 where that of advance is float32: let begin give",
+    "own_tasks:unhashable": "must be @dataclass(frozen=True), with options that are numbers, texts or tuples (unhash",
+    "own_tasks:OnlyState": "begin must return the state, the observation, and all but the state must be arrays.",
+    "own_tasks:Listing": "advance must return the state, the observation, the reward, whether the episode ended, and",
     "own_tasks:WithKey": "a state must consist of arrays of numbers, got key<fry>",
     "own_tasks:Walk(size=1)": "the factory failed (TypeError: Walk.__init__() got an unexpected keyword argument",
 }

@@ -12,17 +12,25 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE: the exit code of a command whose reader is gone, as in shells
 
 
-class _Output(Console):
-    """A console that ends the command quietly if nobody reads its output any more: byzpg list | head -1."""
+class Output(Console):
+    """A console that ends the command quietly if nobody reads its output any more: byzpg list | head -1.
+
+    It replaces characters that the terminal does not have before it lays out a table: ± may be three characters wide.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        plain = text if self.encoding == "utf-8" else text.encode(self.encoding, PLAINLY).decode(self.encoding)
+        return super().render_str(plain, **options)
 
     def on_broken_pipe(self) -> None:
         try:
@@ -31,13 +39,14 @@ class _Output(Console):
             raise SystemExit(BROKEN_PIPE) from None
 
 
-console = _Output()
-errors = _Output(stderr=True)
+console = Output()
+errors = Output(stderr=True)
 
 # Seconds between two lines of progress where there is no terminal.
 LINE_SECONDS = 2.5
 
 
+PLAINLY = "byzpg-plain"  # the name by which Python knows `_in_plain_characters`
 # What a terminal without UTF-8 shows instead. Letters lose their accents, and Greek ones are written out.
 PLAIN = str.maketrans(
     {
@@ -95,12 +104,14 @@ def _in_plain_characters(error: UnicodeError) -> tuple[str, int]:
     return "".join(texts), error.end
 
 
+codecs.register_error(PLAINLY, _in_plain_characters)
+
+
 def survive_any_terminal() -> None:
     """Let no character that the terminal cannot show end a command."""
-    codecs.register_error("byzpg-plain", _in_plain_characters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
-            stream.reconfigure(errors="byzpg-plain")
+            stream.reconfigure(errors=PLAINLY)
 
 
 def reader_is_gone() -> bool:

@@ -39,8 +39,11 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
                 early += 1
                 continue
             run = training.load(directory)
-            # A run that was named alone stays alone; those of a folder are repetitions if only their seeds differ.
+            # A run that was named alone stays alone; those of a folder are repetitions if only their seeds differ. With
+            # the same seed, it would be the same numbers again.
             group = directory if directory == path else (path, replace(run.settings, seed=0))
+            if any({*run.settings.seeds} & {*other.settings.seeds} for other in alike.get(group, {}).values()):
+                group = directory
             alike.setdefault(group, {})[directory] = run
             inputs.made_by.append(_provenance(directory))
     for group in alike.values():

@@ -58,7 +58,7 @@ def parse_command() -> Command:
     registry = ConstructorRegistry()
     registry.primitive_rule(_component_by_name)
     options = _options_from_file()
-    registry.struct_rule(_Help(options if sys.argv[1:2] == ["train"] else Config()))
+    registry.struct_rule(_Help(options if sys.argv[1:2] == ["train"] else None))
     train = Annotated[Train, _subcommand(Train, default=Train(options))]
     others = [Annotated[each, _subcommand(each)] for each in COMMANDS]
     return tyro.cli(  # pyright: ignore[reportCallIssue]
@@ -139,12 +139,17 @@ class _Advanced:
 
 
 class _Help:
-    """How options are explained: without "(default: None)", and those of `Config` by what a preset makes of them."""
+    """How options are explained: without "(default: None)", and those of `Config` by what a preset makes of them.
 
-    def __init__(self, options: Config) -> None:
+    Only `train` says which values these are: other commands set some of the options themselves.
+    """
+
+    def __init__(self, options: Config | None) -> None:
         self._inside = False
         self._advanced: list[Any] = []
-        self._heading, self._values = _by_preset(options) if {"-h", "--help"} & {*sys.argv} else ("", {})
+        self._heading, self._values = "", dict[str, str]()
+        if options is not None and {"-h", "--help"} & {*sys.argv}:
+            self._heading, self._values = _by_preset(options)
 
     def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
         if info.type is _Advanced:
@@ -188,7 +193,7 @@ class _Help:
 
 def _by_preset(options: Config) -> tuple[str, dict[str, str]]:
     """What the preset sets for the task and algorithm on the command line: in words, and by option."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("env", "algorithm", "preset"):
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
     parser.add_argument("--num-agents", type=int, default=argparse.SUPPRESS)

@@ -23,8 +23,8 @@ TrainingOptions = Annotated[
     tyro.conf.OmitArgPrefixes[Config],
     tyro.conf.arg(
         name="training",
-        help="What to train. The preset sets every option that is not given: defaults are those for the task, "
-        "algorithm and preset that stand before --help.",
+        help="What to train. The preset sets every option that is not given: `byzpg train --help` shows its defaults "
+        "for the task, algorithm and preset that stand before --help.",
     ),
 ]
 

@@ -30,13 +30,17 @@ LIBRARIES = {
     "mjx": ("brax.envs", "Brax", "brax"),
 }
 BRAX_HORIZON = 1000  # the episode_length of brax.envs.create
+RETURNED = {
+    "begin": ("the state", "the observation"),
+    "advance": ("the state", "the observation", "the reward", "whether the episode ended"),
+}
 
 
 class _Ongoing(NamedTuple):
     """One episode, as the rest of byzpg sees it."""
 
     state: tuple[Array, ...]  # the arrays of the task's state, without empty ones
-    observation: Array  # [feature]
+    observation: Array  # [feature], float32
 
 
 class JaxTask(Component):
@@ -86,7 +90,7 @@ class JaxTask(Component):
 
     def reset(self, key: Array) -> _Ongoing:
         state, observation = self.begin(key)
-        return _Ongoing(*jax.tree.map(_strict, (_packed(state), observation)))
+        return _Ongoing(jax.tree.map(_strict, _packed(state)), jnp.asarray(observation, jnp.float32))
 
     def observe(self, state: _Ongoing) -> tuple[Array, ...]:
         return tuple(state.observation[..., i] for i in range(self.observation_size))
@@ -101,8 +105,8 @@ class JaxTask(Component):
             if isinstance(space, Box):
                 taken = jnp.clip(jnp.stack(action), jnp.asarray(space.low), jnp.asarray(space.high))
             state, observation, reward, terminated = self.advance(_unpacked(self, before.state), taken, _key_of(noise))
-            after = _Ongoing(_packed(state), observation)
-            after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after, before)
+            after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), _packed(state), before.state)
+            after = _Ongoing(after, jnp.asarray(observation, jnp.float32))
             return after, jnp.asarray(reward, jnp.float32), jnp.asarray(terminated, bool)
 
         for _ in noise[0].shape:
@@ -118,6 +122,12 @@ class JaxTask(Component):
         if not is_dataclass(self):
             raise ValueError(f"{type(self).__name__} must be a dataclass: write @dataclass(frozen=True) above it.")
         name = self.name
+        try:
+            hash(self)
+        except TypeError as error:
+            raise ValueError(
+                f"{name} must be @dataclass(frozen=True), with options that are numbers, texts or tuples ({error})."
+            ) from None
         for option, kind in {"observation_size": int, "action_space": Space, "horizon": int}.items():
             if not isinstance(getattr(self, option, None), kind):
                 raise ValueError(f"{name}: {option} must be set, as byzpg.envs.JaxTask says.")
@@ -143,17 +153,32 @@ class JaxTask(Component):
                 f"{name}: advance must return the state, an observation of shape {seen.shape}, the reward and whether "
                 f"the episode ended, both of shape (); after the state come {', '.join(map(str, shapes)) or 'none'}."
             )
-        before, now = (jax.tree.map(lambda leaf: leaf.shape, each) for each in (first, after))
-        if before != now:
+        (leaves, before), (others, now) = jax.tree.flatten(first), jax.tree.flatten(after)
+        if before != now or [leaf.shape for leaf in leaves] != [leaf.shape for leaf in others]:
+            before, now = (jax.tree.map(lambda leaf: leaf.shape, each) for each in (first, after))
             raise ValueError(f"{name}: advance must return a state like that of begin: {before}; got {now}.")
+        for old, new in zip(leaves, others, strict=True):
+            # Otherwise, numbers would be rounded without a word.
+            if jnp.promote_types(old.dtype, new.dtype) != old.dtype:
+                raise ValueError(
+                    f"{name}: begin gives a state with an array of {old.dtype} where that of advance is {new.dtype}: "
+                    f"let begin give {new.dtype}."
+                )
         return self
 
     def _traced(self, function: str, *arguments: Any) -> Any:
         try:
-            return jax.eval_shape(getattr(self, function), *arguments)
+            found = jax.eval_shape(getattr(self, function), *arguments)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ValueError(f"{self.name}: {function} cannot be traced by JAX ({reason})") from error
+        expected = RETURNED[function]
+        is_right = isinstance(found, tuple) and len(found) == len(expected)
+        if not is_right or not all(isinstance(each, jax.ShapeDtypeStruct) for each in found[1:]):
+            raise ValueError(
+                f"{self.name}: {function} must return {', '.join(expected)}, and all but the state must be arrays."
+            )
+        return found
 
 
 def text_of(task: Component) -> str:
@@ -259,14 +284,14 @@ class _Gymnax(LibraryTask):
     def begin(self, key: Array) -> tuple[Any, Array]:
         env = _environment(self.address)
         observation, state = env.reset_env(jax.random.key_data(key), env.default_params)
-        return state, jnp.asarray(observation, jnp.float32)
+        return state, observation
 
     def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
         env = _environment(self.address)
         # Not `step`, which starts new episodes. Its truncation is at our horizon.
         following = env.step_env(jax.random.key_data(key), state, action, env.default_params)
         observation, state, reward, terminated, _ = following
-        return state, jnp.asarray(observation, jnp.float32), jnp.reshape(reward, ()), jnp.reshape(terminated, ())
+        return state, observation, jnp.reshape(reward, ()), jnp.reshape(terminated, ())
 
 
 def _gymnax_task(name: str) -> _Gymnax:
