@@ -93,6 +93,16 @@ def test_objects_and_texts_are_the_same_everywhere(tmp_path: Path) -> None:
     assert Config(algorithm="ByzPG", aggregator=own_parts.trimmed).resolved().aggregator == own_parts.trimmed()
 
 
+def test_options_are_known_without_running_own_code() -> None:
+    texts = {option: text.replace("own_parts", "nowhere_at_all") for option, text in TEXTS.items()}
+    config = Config(**texts, policy="nowhere_at_all:Net", **TINY)
+    options = config.without_own_code()
+    assert {option: options[option] for option in texts} == texts
+    assert (options["policy"], config.own_modules) == ("nowhere_at_all:Net", {"nowhere_at_all"})
+    for option, text in texts.items():
+        assert Config(**{option: text}).without_own_code()[option] == text
+
+
 def test_a_run_is_trained_resumed_and_opened_again(tmp_path: Path) -> None:
     trained = byzpg.train(Config(**OWN, **TINY), tmp_path / "run")
     assert trained.returns.shape == (1, 3)
