@@ -264,3 +264,8 @@ def test_what_does_not_fit_an_own_network_is_refused() -> None:
 
         @flax_linen
         def vague(num_outputs: int, size: int) -> None: ...
+
+    with pytest.raises(ValueError, match=r"^hiding: the option init needs another name"):
+
+        @flax_linen
+        def hiding(num_outputs: int, init: str = "zeros") -> None: ...
