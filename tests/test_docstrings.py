@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 
-@pytest.mark.parametrize("name", ["config", "training"])
+@pytest.mark.parametrize("name", ["config", "training", "testing"])
 def test_examples_give_what_they_say(name: str) -> None:
     module = importlib.import_module(f"byzpg.{name}")
     failed, tried = doctest.testmod(module)

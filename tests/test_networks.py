@@ -106,7 +106,7 @@ def test_a_twin_of_the_built_in_network_learns_what_that_learns_and_is_read_back
     again, seen = load(folder), np.random.default_rng(0).normal(size=(20, 4))
     assert again.settings == own.settings
     assert (again.settings.hidden, again.settings.output_tanh) == ((), False)
-    np.testing.assert_array_equal(again.policy().act(seen), built_in.policy().act(seen))
+    np.testing.assert_array_equal(again.policy().act(seen, greedy=True), built_in.policy().act(seen, greedy=True))
 
     about = write_policy(again, tmp_path / "policy.safetensors", "safetensors")
     arrays = load_file(tmp_path / "policy.safetensors")
@@ -114,13 +114,13 @@ def test_a_twin_of_the_built_in_network_learns_what_that_learns_and_is_read_back
     values = np.float32(seen)
     write_policy(again, tmp_path / "policy.onnx", "onnx")
     (translated,) = InferenceSession(tmp_path / "policy.onnx").run(["action"], {"observation": values})
-    np.testing.assert_array_equal(translated, built_in.policy().act(seen))
+    np.testing.assert_array_equal(translated, built_in.policy().act(seen, greedy=True))
     if own.settings.ppo.normalize_observations:
         values = (values - arrays.pop("observation_mean")) / arrays.pop("observation_std")
     assert set(arrays) == {f"network.{layer}.{part}" for layer in (0, 1) for part in (0, 1)}
     hidden = np.tanh(values @ arrays["network.0.0"] + arrays["network.0.1"])
     logits = hidden @ arrays["network.1.0"] + arrays["network.1.1"]
-    np.testing.assert_array_equal(np.argmax(logits, axis=1), built_in.policy().act(seen))
+    np.testing.assert_array_equal(np.argmax(logits, axis=1), built_in.policy().act(seen, greedy=True))
 
 
 def _first_key(run: Any) -> Any:
@@ -142,7 +142,7 @@ def test_an_own_network_is_translated_to_onnx_or_refused(tmp_path: Path) -> None
     seen = np.random.default_rng(2).normal(size=(40, 3)).astype(np.float32)
     found = InferenceSession(path).run(["mean", "log_std", "action"], {"observation": seen})
     mean, log_std, action = map(np.asarray, found)
-    expected = run.policy().act(seen)
+    expected = run.policy().act(seen, greedy=True)
     np.testing.assert_allclose(mean, expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(log_std, run.parameters["last"][0, 0, -1:])
     np.testing.assert_allclose(action, np.clip(expected, -2, 2), rtol=1e-4, atol=1e-4)
@@ -264,3 +264,8 @@ def test_what_does_not_fit_an_own_network_is_refused() -> None:
 
         @flax_linen
         def vague(num_outputs: int, size: int) -> None: ...
+
+    with pytest.raises(ValueError, match=r"^hiding: the option init needs another name"):
+
+        @flax_linen
+        def hiding(num_outputs: int, init: str = "zeros") -> None: ...

@@ -16,6 +16,7 @@ import byzpg
 from byzpg import Config, _parts
 from byzpg._parts import Call, Part, UntrustedCodeError, read_call
 from byzpg._registry import addresses, parse
+from byzpg.cli.federation import Federation, New
 from byzpg.engines.flower.options import Options
 from byzpg.experiments.results import Result, Results
 from byzpg.experiments.sweeps import Sweep
@@ -93,6 +94,16 @@ def test_objects_and_texts_are_the_same_everywhere(tmp_path: Path) -> None:
     assert Config(algorithm="ByzPG", aggregator=own_parts.trimmed).resolved().aggregator == own_parts.trimmed()
 
 
+def test_options_are_known_without_running_own_code() -> None:
+    texts: dict[str, Any] = {option: text.replace("own_parts", "nowhere_at_all") for option, text in TEXTS.items()}
+    config = Config(**texts, policy="nowhere_at_all:Net", **TINY)
+    options = config.without_own_code()
+    assert {option: options[option] for option in texts} == texts
+    assert (options["policy"], config.own_modules) == ("nowhere_at_all:Net", {"nowhere_at_all"})
+    for option, text in texts.items():
+        assert Config(**{option: text}).without_own_code()[option] == text
+
+
 def test_a_run_is_trained_resumed_and_opened_again(tmp_path: Path) -> None:
     trained = byzpg.train(Config(**OWN, **TINY), tmp_path / "run")
     assert trained.returns.shape == (1, 3)
@@ -157,7 +168,12 @@ def test_names_in_quotes_are_no_addresses() -> None:
 def test_a_file_imports_only_what_the_user_has_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_with_mine(folder)
     forget(monkeypatch)
-    RunDirectory(run).settings()  # a run that was made here, with the same module
+    foreign = folder / "foreign"
+    foreign.mkdir()
+    with monkeypatch.context() as inside:
+        inside.chdir(foreign)
+        RunDirectory(run).settings()  # a run that was made on this machine, with the same module
+        assert str(foreign) not in sys.path  # or a json.py there could be imported some day
     shutil.rmtree(folder / "state")
     forget(monkeypatch)
     with pytest.raises(UntrustedCodeError, match=r"config.json names the module 'mine'.*byzpg\.trust\('mine'\) first"):
@@ -175,6 +191,13 @@ def test_a_file_imports_only_what_the_user_has_named(folder: Path, monkeypatch: 
     monkeypatch.chdir(elsewhere)
     with pytest.raises(UntrustedCodeError):  # another module of this name
         made_with.settings()
+    assert str(elsewhere) not in sys.path
+    byzpg.trust("mine")
+    made_with.settings()
+    assert str(elsewhere) in sys.path
+    sys.path.remove(str(elsewhere))
+    # The command that starts members from a run opens it, so it takes consent, too.
+    assert Federation(New((), Config(), parts=("mine",))).parts == ("mine",)
 
 
 def test_the_same_for_tasks_and_reports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +232,9 @@ def test_a_package_is_recorded_with_its_version() -> None:
     assert (part.package, part.version) == ("numpy", sys.modules["numpy"].__version__)
     assert part.file == "__init__.py"
     assert Part.from_data(part.as_data()) == part
+    for broken in ({}, {"module": []}, {"module": "a", "sha256": 1}):
+        with pytest.raises(ValueError, match="must be described by texts"):
+            Part.from_data(broken)
 
 
 def test_attacks_of_a_live_member_know_its_own_vector_alone() -> None:

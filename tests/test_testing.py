@@ -94,6 +94,8 @@ def test_attacks() -> None:
         check_attack(Secretly(), num_agents=7, num_attackers=2)
     with pytest.raises(ContractError, match=r"\n- messages: ValueError: own_parts:wrong_message"):
         check_attack(own_parts.wrong_message(), num_agents=7, num_attackers=2)
+    with pytest.raises(ValueError, match="num_attackers must be between 1 and 6, got 0"):
+        check_attack(own_parts.reversed_mean(), num_agents=7, num_attackers=0)
     report = check_attack(own_parts.reversed_mean(), num_agents=7, num_attackers=2)
     assert [report.has(name) for name in ("false gradients", "false parameters", "equivocation")] == [
         True,

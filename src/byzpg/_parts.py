@@ -106,25 +106,34 @@ def _read_memory() -> set[str]:
 def _place(module: str) -> str | None:
     """Where the top-level package of a module is, found without importing anything; None if nowhere.
 
-    Where it has no place, as modules inside the interpreter have none, it is the name.
+    The current directory comes first. Where the package has no place, as modules inside the interpreter have none, it
+    is the name.
     """
-    top = module.partition(".")[0]
-    _look_here()
+    top, here = module.partition(".")[0], str(Path.cwd())
+    is_added = here not in sys.path
+    if is_added:
+        sys.path.insert(0, here)
     try:
         spec = find_spec(top)
     except ValueError:  # it is loaded, and from nowhere
         return top
+    finally:
+        if is_added:
+            sys.path.remove(here)
     if spec is None:
         return None
     places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
     return str(Path(places[0]).resolve()) if places else top
 
 
-def _look_here() -> None:
-    """Find modules in the current directory, as `python -m` does."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+def _look_here_for(module: str) -> None:
+    """Let a module be imported from the current directory, as `python -m` does, if it is there.
+
+    Only then: in a directory of someone else, later imports of other packages would find files in it, too.
+    """
+    here, place = Path.cwd(), _place(module)
+    if place is not None and str(here) not in sys.path and here.resolve() in Path(place).parents[:2]:
+        sys.path.insert(0, str(here))
 
 
 def load(module: str, asked_for: str, hint: str = "") -> ModuleType:
@@ -138,7 +147,7 @@ def load(module: str, asked_for: str, hint: str = "") -> ModuleType:
     Raises:
         ValueError: If it cannot be imported, whatever the reason.
     """
-    _look_here()
+    _look_here_for(module)
     if module not in sys.modules:
         on_import(module, asked_for)
     try:
@@ -235,7 +244,10 @@ class Part:
 
     @classmethod
     def from_data(cls, values: Mapping[str, Any]) -> "Part":
-        return cls(**{name: values.get(name) for name in ("module", "file", "sha256", "package", "version")})  # pyright: ignore[reportArgumentType]
+        found = {name: values.get(name) for name in ("module", "file", "sha256", "package", "version")}
+        if not isinstance(found["module"], str) or not all(isinstance(each, str | None) for each in found.values()):
+            raise ValueError(f"a module must be described by texts, got {values}.")
+        return cls(**found)  # pyright: ignore[reportArgumentType]
 
     def as_data(self) -> dict[str, str]:
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -902,9 +902,10 @@ def _check(values: Mapping[str, Any], task: envs.Task | None) -> None:
         raise ValueError(
             f"horizon must be at most {task.horizon}, where {task.name} ends episodes; got {values['horizon']}."
         )
-    space = task.action_space
-    if values["attack"].changes_actions and isinstance(space, Box) and not space.bounded:
-        raise ValueError(f"{values['attack']} takes uniform actions, and those of {task.name} have no bounds: {space}.")
+    space, attack = task.action_space, values["attack"]
+    takes_any = isinstance(attack, Attack) and attack.changes_actions  # not if it is unread
+    if takes_any and isinstance(space, Box) and not space.bounded:
+        raise ValueError(f"{attack} takes uniform actions, and those of {task.name} have no bounds: {space}.")
     if isinstance(values["policy"], _Unread):
         return
     policy = _policy(values, task)

@@ -256,6 +256,8 @@ def _network_class(function: Callable[..., Any], base: type[_Made]) -> Callable[
             raise ValueError(
                 f"{function.__name__}: {each.name} must have a default, or be one of {', '.join(base._given)}."
             )
+        if hasattr(base, each.name):
+            raise ValueError(f"{function.__name__}: the option {each.name} needs another name; networks have that one.")
         kind = type(each.default) if each.annotation is Parameter.empty else each.annotation
         options.append((each.name, kind, field(default=each.default)))
     namespace = {"_function": staticmethod(function), "__doc__": function.__doc__}

@@ -434,6 +434,8 @@ def check_attack(
     """
     if not isinstance(attack, Attack):
         raise TypeError(f"{attack!r} is no attack: it must be an object of a subclass of Attack.")
+    if not 0 < num_attackers < num_agents:
+        raise ValueError(f"num_attackers must be between 1 and {num_agents - 1}, got {num_attackers}.")
     subject = _AttackUnderTest(attack, num_agents, num_attackers, Mean() if rule is None else rule)
     return Report(str(attack), _run(subject.checks()), _run(subject.properties())).checked()
 

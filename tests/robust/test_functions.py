@@ -94,6 +94,11 @@ def test_parameters_are_checked_when_the_function_is_decorated() -> None:
     for bad in (other_names, any_names):
         with pytest.raises(TypeError, match=f"{bad.__name__} must have the parameters received, num_byzantine"):
             aggregator(bad)
+
+    def checked(received, num_byzantine, check: float = 1.0) -> Any: ...
+
+    with pytest.raises(TypeError, match="checked: the option check needs another name"):
+        aggregator(checked)
     with pytest.raises(TypeError, match="must have the parameters honest, may have own,"):
         attack(other_names)
 

@@ -76,6 +76,13 @@ def test_gradients_flow_through_a_rule_without_loops_and_tangents_through_all() 
 # optax
 
 
+def test_updates_of_optax_that_are_a_list_are_layers_and_not_workers() -> None:
+    layers = [jnp.full((4, 2), number).at[3].set(-99.0) for number in (1.0, 2.0, 3.0)]
+    optimizer = optax_aggregator(TrimmedMean(), num_byzantine=1)
+    found, _ = optimizer.update(layers, optimizer.init(None))
+    np.testing.assert_allclose(found, [[1, 1], [2, 2], [3, 3]])
+
+
 def test_a_rule_is_an_aggregator_of_optax_in_a_compiled_loop() -> None:
     target = jnp.asarray([1.0, -2.0])
     shifts = 0.1 * jax.random.normal(jax.random.key(0), (K, 2))

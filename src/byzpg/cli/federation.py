@@ -19,6 +19,7 @@ import tyro
 from byzpg import envs
 from byzpg.cli.amend import Amend, Approve, Recover
 from byzpg.cli.console import console, counted, say
+from byzpg.cli.parts import OwnModules
 from byzpg.cli.train import TrainingOptions, numbered
 from byzpg.config import Config
 
@@ -74,6 +75,7 @@ class New:
     """File for the manifest, .toml."""
     trained: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
     """Directory of a run whose trained parameters the members start from. Default: the seed determines θ_0."""
+    parts: OwnModules = ()
 
     def run(self) -> None:
         from byzpg.live.identity import read_card
@@ -324,6 +326,10 @@ class Federation:
         | Annotated[Approve, tyro.conf.subcommand("approve")]
         | Annotated[Recover, tyro.conf.subcommand("recover")]
     ]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return getattr(self.command, "parts", ())
 
     def run(self) -> None:
         self.command.run()

@@ -217,6 +217,10 @@ def _made(base: type[C], function: Callable[..., Any], needed: tuple[str, ...], 
     for each in parameters.values():
         if each.name in filled:
             continue
+        if hasattr(base, each.name):
+            raise TypeError(
+                f"{name}: the option {each.name} needs another name, which is no attribute of {base.__name__}."
+            )
         known = each.default is not Parameter.empty
         hint = hints.get(each.name, type(each.default) if known and each.default is not None else Any)
         options.append((each.name, hint, field(default=each.default) if known else field(default=MISSING)))

@@ -48,8 +48,17 @@ def aggregate(
         >>> jax.tree.map(float, aggregate(Median(), [*gradients, attack], num_byzantine=1)["b"])
         3.0
     """
-    rule, stacked = _instance(rule), _stacked(gradients)
-    leaves, structure = jax.tree.flatten(stacked)
+    if isinstance(gradients, list):
+        _check_alike(gradients)
+        gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
+    return _aggregate_stacked(_instance(rule), gradients, num_byzantine, present, key)
+
+
+def _aggregate_stacked(
+    rule: Rule, gradients: Tree, num_byzantine: int, present: Vectors | None, key: Array | None
+) -> Tree:
+    """As `aggregate`, for leaves that lead with K; a list is a part of a gradient here."""
+    leaves, structure = jax.tree.flatten(_checked(gradients))
     # Half precision would not do for distances.
     dtype = jnp.result_type(jnp.float32, *leaves)
     rows = jnp.concatenate([leaf.reshape(len(leaf), -1).astype(dtype) for leaf in leaves], axis=1)
@@ -69,11 +78,8 @@ def _instance(rule: Rule | type[Rule]) -> Rule:
     return made
 
 
-def _stacked(gradients: Tree) -> Tree:
-    """The gradients as one pytree of arrays of floats whose leaves lead with K."""
-    if isinstance(gradients, list):
-        _check_alike(gradients)
-        gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
+def _checked(gradients: Tree) -> Tree:
+    """The stacked gradients, once they are known to be arrays of floats whose leaves lead with K."""
     named = jax.tree_util.tree_leaves_with_path(gradients)
     if not named:
         raise ValueError("gradients hold no array.")
@@ -153,7 +159,7 @@ def optax_aggregator(rule: Rule | type[Rule], *, num_byzantine: int, seed: int =
 
     def update(updates: Tree, state: Any, params: Tree | None = None, **extra_args: Any) -> tuple[Tree, OptaxState]:
         key = jax.random.fold_in(jax.random.key(seed), state.num_updates) if made.needs_key else None
-        result = aggregate(made, updates, num_byzantine=num_byzantine, key=key)
+        result = _aggregate_stacked(made, updates, num_byzantine, None, key)
         return result, OptaxState(state.num_updates + 1)
 
     return aggregating.Aggregator(init, update)
