@@ -18,6 +18,7 @@ from unittest.mock import patch
 from xml.etree.ElementTree import Element, SubElement
 
 import griffe
+import tyro._fmtlib
 from markdown import Extension, Markdown
 from markdown.inlinepatterns import InlineProcessor
 from markdown.util import ETX, STX, AtomicString
@@ -96,6 +97,12 @@ class Help:
         return [name for section in self.sections if section.title == "subcommands" for name, _ in section.entries]
 
 
+def _boxes_below_each_other(cols: Callable[..., Any]) -> Callable[..., Any]:
+    """Long help on a wide terminal has boxes side by side: columns that consist of rows."""
+    row = type(tyro._fmtlib.rows())
+    return lambda *parts: tyro._fmtlib.rows(*parts) if all(isinstance(each, row) for each in parts) else cols(*parts)
+
+
 def help_text(arguments: list[str]) -> str:
     """What `byzpg ARGUMENTS --help` prints, one line per paragraph."""
     from byzpg.cli import main
@@ -104,6 +111,7 @@ def help_text(arguments: list[str]) -> str:
     with (
         patch.object(sys, "argv", ["byzpg", *arguments, "--help"]),
         patch.dict(os.environ, {"COLUMNS": "1000", "NO_COLOR": "1"}),
+        patch("tyro._fmtlib.cols", _boxes_below_each_other(tyro._fmtlib.cols)),
         redirect_stdout(printed),
     ):
         try:

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from forking import Forked
 
 from byzpg import Config, Run
 from byzpg.export import write_policy
+from byzpg.testing import check_aggregator, check_attack, check_environment, check_policy
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "benchmarks"
@@ -57,32 +57,19 @@ def number(pattern: str, text: str) -> float:
     return float(found)
 
 
-def test_a_task_of_ones_own_is_learned_beside_an_attacker(tmp_path: Path) -> None:
-    text = example("own_task.py", tmp_path)
-    first, last = (number(rf"Return of the {name}: (.+)", text) for name in ("first iteration", "last five iterations"))
-    assert first < -30
-    assert last > -15
-    assert "too cold: heat" in text
-    assert "too warm: cool" in text
-
-
-@pytest.mark.slow
-def test_a_rule_of_ones_own_withstands_an_attack_of_ones_own_and_the_mean_does_not(tmp_path: Path) -> None:
-    text = example("own_rule_and_attack.py", tmp_path)
-    assert 0.8 < number(r"AroundMedoid\(\) of ten .+: (.+)", text) < 1.2
-    assert number(r"Mean\(\) of ten .+: (.+)", text) < -5
-    assert number(r"AroundMedoid\(\) under .+ C_ra (\S+)", text) < 3
-    assert number(r"Mean\(\) under .+ C_ra (\S+)", text) > 50
-    assert number(r"AroundMedoid\(\): .+, (\d+) at the end", text) > 120
-    assert number(r"Mean\(\): .+, (\d+) at the end", text) < 30
-
-
-def test_the_rule_of_ones_own_leaves_out_what_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_ones_own_parts_keeps_their_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_five_minutes.py` runs the commands with them."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    from own_rule_and_attack import AroundMedoid  # pyright: ignore[reportMissingImports]
+    assert len((EXAMPLES / "my_parts.py").read_text().splitlines()) <= 80
+    import my_parts  # pyright: ignore[reportMissingImports]
 
-    rows = jnp.asarray([[1.0, 2.0], [1.1, 2.0], [0.9, 2.0], [jnp.nan, 0.0], [40.0, 40.0]])
-    np.testing.assert_allclose(AroundMedoid()(rows, num_byzantine=2), [1.0, 2.0], atol=1e-5)
+    for report in (
+        check_environment(my_parts.Docking()),
+        check_aggregator(my_parts.near_median()),
+        check_attack(my_parts.sleeper(wake=0)),
+        check_policy(my_parts.Waves(width=4)),
+    ):
+        assert "checks passed" in str(report)
 
 
 def test_digits_are_learned_beside_attackers_by_a_robust_rule_and_not_by_the_mean(tmp_path: Path) -> None:

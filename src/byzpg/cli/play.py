@@ -59,7 +59,7 @@ class Play:
                     policy, run.settings, self.episodes, self.seed, greedy=greedy, drawn=drawn
                 )
             frames += seen
-            listed = ", ".join(f"{each:g}" for each in returns)
+            listed = ", ".join(f"{float(f'{each:.4g}'):g}" for each in returns)  # 4 digits, without 1e+04
             say(f"  {name}: mean return {significant(returns.mean())} ({listed})")
         if not frames:
             say("This environment cannot be drawn.")
