@@ -74,7 +74,7 @@ class JaxTask(Component):
         """Draw the first state of an episode: any pytree of arrays of numbers, and the observation [feature]."""
 
     @abstractmethod
-    def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array]:
+    def advance(self, state: Any, action: Array, key: Array) -> tuple[Any, Array, Array, Array | bool]:
         """Take a step.
 
         Args:
