@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(_parts, "_named", set())
     monkeypatch.setattr(_parts, "_reported", set())
+    monkeypatch.setattr(_parts, "on_change", warnings.warn)  # a command that ran in this process has changed it
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     return tmp_path
 

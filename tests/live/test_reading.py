@@ -10,8 +10,7 @@ import pytest
 from forking import Forked
 from live_federation import NAMES, free_ports, until
 
-from byzpg import _parts
-from byzpg.envs import host
+from byzpg import _parts, envs
 from byzpg.live import identity
 from byzpg.live.identity import generate, write_identity
 from byzpg.live.manifest import Manifest, Times, new_manifest
@@ -126,7 +125,7 @@ def test_a_manifest_is_read_whole_without_its_task(
     def build(name: str) -> None:
         raise AssertionError(f"{name} was built")
 
-    monkeypatch.setattr(host, "describe", build)
+    monkeypatch.setattr(envs, "_own_or_on_host", build)
     monkeypatch.setattr(_parts, "_named", {"evil", "nowhere.at.all"})
     path = rename_task(folder, env)
     if not horizon:
