@@ -1,24 +1,16 @@
 """The option of commands that open files which may name modules outside byzpg."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
+
+def _modules(named_by: str, note: str) -> Any:
+    words = f"Modules that {named_by} may name, and whose code you trust: it is imported. {note}"
+    return tyro.conf.arg(metavar="[MODULE ...]", help=words, help_behavior_hint="")
+
+
 OwnModules = Annotated[
-    tuple[str, ...],
-    tyro.conf.arg(
-        metavar="[MODULE ...]",
-        help="Modules that the opened files may name, and whose code you trust: it is imported. Default: modules that "
-        "runs on this machine were made with.",
-        help_behavior_hint="",
-    ),
+    tuple[str, ...], _modules("the opened files", "Default: modules that runs on this machine were made with.")
 ]
-MembersModules = Annotated[
-    tuple[str, ...],
-    tyro.conf.arg(
-        metavar="[MODULE ...]",
-        help="Modules that the manifest may name, and whose code you trust: it is imported. Example: --parts my_rules. "
-        "Default: none.",
-        help_behavior_hint="",
-    ),
-]
+MembersModules = Annotated[tuple[str, ...], _modules("the manifest", "Example: --parts my_rules. Default: none.")]
