@@ -1,7 +1,6 @@
 """The choice of the tuned presets, and of the settings of experiments, on seeds that no figure uses.
 
-    python benchmarks/tuning.py cartpole                # momentum, batch, step size and Adam's ε under five attacks
-    python benchmarks/tuning.py rules                   # rules of aggregation on CartPole
+    python benchmarks/tuning.py cartpole                # momentum, batch, step size and its decay under five attacks
     python benchmarks/tuning.py variance                # batch and step size of every way to lower the variance
     python benchmarks/tuning.py cartpole-peers          # SVRPG, FedPG-BR and N-PG-IGT
     python benchmarks/tuning.py lunarlander             # GPUs only, as the next one
@@ -45,82 +44,67 @@ def under(config: Config, attacks: tuple[str, ...]) -> dict[str, Config]:
     return {attack: replace(config, num_byzantine=3, attack=attack) for attack in attacks}
 
 
+# Both sides of a comparison have the same choices: with momentum and without it, Adam at the agents.
+AGENTS: dict[str, Any] = {"optimizer": "local-adam", "adam_epsilon": 1e-5}
+
+
 def cartpole() -> Iterator[Table]:
-    shared = Config(algorithm="ByzPG", num_seeds=10, seed=100, trajectories=600)
-    choices = {6: (0.8, 0.9, 0.95), 8: (0.0, 0.9), 5: (0.9, 0.95), 15: (0.0,)}
-    for large_batch, momenta in choices.items():
-        steps = product(momenta, (7e-3, 1e-2, 1.4e-2, 2e-2), (1e-8, 0.03, 0.1))
-        yield _poles(replace(shared, large_batch=large_batch), steps)
-    # Long runs with more seeds: do they stay at the top?
-    long = replace(shared, large_batch=6, num_seeds=20, trajectories=3000)
-    yield _poles(long, product((0.8,), (1e-2, 1.2e-2), (1e-8, 0.03, 0.1)))
+    shared = Config(algorithm="ByzPG", num_seeds=10, seed=100, trajectories=600, **AGENTS)
+    for large_batch in (6, 10, 15):
+        yield _poles(replace(shared, large_batch=large_batch), product((0.0, 0.8), (1e-2, 2e-2, 4e-2), (0.0, 0.9)))
 
 
 def _poles(shared: Config, choices: Iterable[tuple[float, ...]]) -> Table:
     table = {}
-    for momentum, step_size, epsilon in choices:
-        each = replace(shared, momentum=momentum, step_size=step_size, adam_epsilon=epsilon)
+    for momentum, step_size, decay in choices:
+        each = replace(shared, momentum=momentum, step_size=step_size, decay=decay)
         cases = under(each, FIVE_ATTACKS) | {"honest, K = 5": replace(each, num_agents=5, num_byzantine=0)}
-        table[f"N = {shared.large_batch}, β = {momentum:g}, η = {step_size:g}, ε = {epsilon:g}"] = cases
+        table[f"N = {shared.large_batch}, β = {momentum:g}, η = {step_size:g}, decay {decay:g}"] = cases
     return table
 
 
-def rules() -> Iterator[Table]:
-    shared = Config(algorithm="ByzPG", num_seeds=10, seed=100, trajectories=600, momentum=0.9, large_batch=6)
-    yield {
-        f"{rule}, η = {step_size:g}": under(replace(shared, aggregator=rule, step_size=step_size), FIVE_ATTACKS)
-        for rule, step_size in product(("NNM(RFA())", "NNM(Median())", "MultiKrum()"), (7e-3, 1e-2, 1.4e-2))
-    }
-    shared = replace(shared, momentum=0.8, adam_epsilon=0.03)
-    yield {
-        f"{rule}, β = 0.8, η = {step_size:g}, ε = 0.03": under(
-            replace(shared, aggregator=rule, step_size=step_size), FIVE_ATTACKS
-        )
-        for rule, step_size in product(("NNM(TrimmedMean())", "CAF()", "NNM(CAF())"), (1e-2, 1.2e-2))
-    }
-
-
 def variance() -> Iterator[Table]:
-    shared = Config(num_byzantine=3, attack="AvgZero", num_seeds=4, seed=100, trajectories=500, momentum=0.0)
-    shared = replace(shared, adam_epsilon=1e-8)
-    small = replace(shared, switch_probability=0.25, small_batch=4)
-    ways = {
-        "no momentum": (shared, (15, 8, 6)),
-        "momentum 0.8": (replace(shared, momentum=0.8), (8, 6, 5)),
-        "momentum 0.9": (replace(shared, momentum=0.9), (8, 6, 5)),
-        "momentum 0.8, transport": (replace(shared, momentum=0.8, transport=True), (8, 6, 5)),
-        "momentum 0.9, transport": (replace(shared, momentum=0.9, transport=True), (8, 6, 5)),
-        "PAGE, per decision": (replace(small, importance="ImportanceWeights(mode='per-decision')"), (24, 15, 10)),
-        "PAGE, defensive": (replace(small, importance="DefensiveSampling(mode='per-decision')"), (24, 15, 10)),
-        "PAGE, Hessian": (replace(small, importance="HessianVector()"), (24, 15, 10)),
+    """Nine settings of every way. PAGE corrects sums of gradients, so that its agents cannot scale them."""
+    shared = Config(num_seeds=10, seed=100, trajectories=600, momentum=0.0, adam_epsilon=1e-8)
+    page = replace(shared, switch_probability=0.25, small_batch=4)
+    large, small, larger = (15, 10, 6), (24, 15, 10), (1e-2, 2e-2, 4e-2)
+    ways: dict[str, tuple[Config, tuple[int, ...], tuple[float, ...]]] = {
+        "no momentum": (shared, large, (5e-3, 1e-2, 2e-2)),
+        "momentum": (replace(shared, momentum=0.8), large, (5e-3, 1e-2, 2e-2)),
+        "momentum, transport": (replace(shared, momentum=0.8, transport=True), large, (5e-3, 1e-2, 2e-2)),
+        "no momentum, Adam at the agents": (replace(shared, **AGENTS), large, larger),
+        "momentum, Adam at the agents": (replace(shared, momentum=0.8, **AGENTS), large, larger),
+        "PAGE, per decision": (
+            replace(page, importance="ImportanceWeights(mode='per-decision')"),
+            small,
+            (5e-3, 1e-2, 2e-2),
+        ),
+        "PAGE, defensive": (
+            replace(page, importance="DefensiveSampling(mode='per-decision')"),
+            small,
+            (5e-3, 1e-2, 2e-2),
+        ),
+        "PAGE, Hessian": (replace(page, importance="HessianVector()"), small, (5e-3, 1e-2, 2e-2)),
     }
-    for name, (way, large_batches) in ways.items():
+    for name, (way, large_batches, steps) in ways.items():
         yield {
-            f"{name}, N = {large_batch}, η = {step_size:g}": {
-                "AvgZero": replace(way, large_batch=large_batch, step_size=step_size)
-            }
-            for large_batch, step_size in product(large_batches, (5e-3, 1e-2, 2e-2))
+            f"{name}, N = {large_batch}, η = {step_size:g}": under(
+                replace(way, large_batch=large_batch, step_size=step_size), ("AvgZero", "RandomAction")
+            )
+            for large_batch, step_size in product(large_batches, steps)
         }
 
 
 def lunarlander() -> Iterator[Table]:
-    shared = Config(env="LunarLander-v3", algorithm="ByzPG", num_seeds=4, seed=100, trajectories=2000)
-    honest = {"honest, K = 5": replace(shared, num_agents=5, num_byzantine=0)}
-    table = {}
-    for momentum, step_size, epsilon in product((0.8, 0.9), (2e-3, 3e-3, 4.5e-3), (1e-8, 0.03)):
-        options: dict[str, Any] = {"momentum": momentum, "step_size": step_size, "adam_epsilon": epsilon}
-        table[f"N = 15, β = {momentum:g}, η = {step_size:g}, ε = {epsilon:g}"] = {
-            case: replace(config, large_batch=15, **options)
-            for case, config in (under(shared, PAPER_ATTACKS) | honest).items()
+    shared = Config(env="LunarLander-v3", algorithm="ByzPG", num_seeds=4, seed=100, trajectories=2000, **AGENTS)
+    for large_batch in (20, 30, 45):
+        each = replace(shared, large_batch=large_batch)
+        yield {
+            f"N = {large_batch}, β = {momentum:g}, η = {step_size:g}, decay {decay:g}": under(
+                replace(each, momentum=momentum, step_size=step_size, decay=decay), ("AvgZero", "RandomAction")
+            )
+            for momentum, step_size, decay in product((0.0, 0.8), (1e-2, 2e-2, 3e-2), (0.7, 0.95))
         }
-    yield table
-    each = replace(shared, num_seeds=5, large_batch=20, adam_epsilon=0.03)
-    yield {
-        f"N = 20, β = {momentum:g}, η = {step_size:g}, ε = 0.03, {rule}": under(
-            replace(each, momentum=momentum, step_size=step_size, aggregator=rule), PAPER_ATTACKS
-        )
-        for rule, momentum, step_size in product(("NNM(TrimmedMean())", "CAF()"), (0.8, 0.9), (2e-3, 3e-3))
-    }
 
 
 def peers(shared: Config, batches: tuple[tuple[int, int], ...], steps: tuple[float, ...]) -> Iterator[Table]:
@@ -185,7 +169,6 @@ def lunarlander_peers() -> Iterator[Table]:
 
 TABLES = {
     "cartpole": cartpole,
-    "rules": rules,
     "variance": variance,
     "cartpole-peers": cartpole_peers,
     "lunarlander": lunarlander,
@@ -212,6 +195,7 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--tables", type=int, help="how many tables to compute; default: all")
+    parser.add_argument("--skip", type=int, default=0, help="how many tables to leave out before")
     parser.add_argument("--seconds", type=float, default=inf, help="show a table as far as it is after this time")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", os.cpu_count() or 1)
@@ -225,7 +209,8 @@ def main() -> None:
         return "never" if time == inf else f"{time:,.0f}"
 
     about = provenance()
-    for table in islice(TABLES[arguments.choice](), arguments.tables):
+    end = None if arguments.tables is None else arguments.skip + arguments.tables
+    for table in islice(TABLES[arguments.choice](), arguments.skip, end):
         cells = {(setting, case): config for setting, cases in table.items() for case, config in cases.items()}
         with tempfile.TemporaryDirectory() as folder:
             directories = {}

@@ -123,23 +123,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+ADAM_AT_AGENTS: dict[str, Any] = {"optimizer": "local-adam", "adam_epsilon": 1e-5, "momentum": 0.8}
+ADAM_ALONE: dict[str, Any] = {"optimizer": "adam", "adam_epsilon": ADAM_EPSILON, "momentum": 0.0, "decay": 0.0}
+
 # What presets change in some tasks.
 PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
-        "CartPole-v1": {
-            "large_batch": 6,
-            "step_size": 1.2e-2,
-            "adam_epsilon": 0.03,
-            "momentum": 0.8,
-            "trajectories": 500,
-        },
-        "LunarLander-v3": {
-            "large_batch": 20,
-            "step_size": 3e-3,
-            "adam_epsilon": 0.03,
-            "momentum": 0.8,
-            "trajectories": 3000,
-        },
+        "CartPole-v1": ADAM_AT_AGENTS | {"large_batch": 6, "step_size": 4e-2, "decay": 0.9, "trajectories": 600},
+        "LunarLander-v3": ADAM_AT_AGENTS | {"large_batch": 45, "step_size": 3e-2, "decay": 0.7, "trajectories": 2000},
         "Pendulum-v1": {"large_batch": 20, "discount": 0.99},
     },
     "paper": {"LunarLander-v3": {"step_size": 1e-3}},
@@ -150,20 +141,8 @@ PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
 # What presets change in some tasks for one agent alone, whose gradients are not averaged with others.
 PRESETS_ALONE: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
-        "CartPole-v1": {
-            "large_batch": 15,
-            "step_size": 2e-2,
-            "adam_epsilon": ADAM_EPSILON,
-            "momentum": 0.0,
-            "trajectories": 1200,
-        },
-        "LunarLander-v3": {
-            "large_batch": 45,
-            "step_size": 5e-3,
-            "adam_epsilon": ADAM_EPSILON,
-            "momentum": 0.0,
-            "trajectories": 5000,
-        },
+        "CartPole-v1": ADAM_ALONE | {"large_batch": 15, "step_size": 2e-2, "trajectories": 1200},
+        "LunarLander-v3": ADAM_ALONE | {"large_batch": 45, "step_size": 5e-3, "trajectories": 5000},
     },
 }
 

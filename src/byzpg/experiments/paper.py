@@ -25,6 +25,7 @@ from byzpg.runs import RunDirectory
 CARTPOLE, LUNARLANDER = "CartPole-v1", "LunarLander-v3"
 PAPER_ATTACKS = ("RandomAction", "LargeNoise", "AvgZero")
 FIVE_ATTACKS = (*PAPER_ATTACKS, "ALIE", "Normalized")
+PUBLISHED_LENGTH = 8000  # trajectories per agent
 
 Kind = Literal["curves", "reach", "tolerance", "heatmap", "agreement"]
 
@@ -125,11 +126,22 @@ class _Builder:
         self.task = task  # for experiments that can be run on any task
         self.settings: dict[str, Settings] = {}
 
+    @property
+    def default_length(self) -> int | None:
+        """The length of the published curves. `tuned`, whose steps get smaller, has a length of its own: None."""
+        return None if self.scope.preset == "tuned" else PUBLISHED_LENGTH
+
     def cell(
-        self, label: str, at: str | int | None = None, *, seeds: int = 10, trajectories: int = 8000, **options: Any
+        self,
+        label: str,
+        at: str | int | None = None,
+        *,
+        seeds: int = 10,
+        trajectories: int | None = None,
+        **options: Any,
     ) -> Cell:
         scope = self.scope
-        length: dict[str, Any] = {"trajectories": scope.trajectories or trajectories}
+        length: dict[str, Any] = {"trajectories": scope.trajectories or trajectories or self.default_length}
         if ALGORITHMS[options.get("algorithm", Config.algorithm)].agent.unit == "steps":
             length = {"steps": scope.steps}  # or those of the preset
         config = Config(preset=scope.preset, num_seeds=scope.num_seeds or seeds, seed=scope.seed, **length, **options)
@@ -150,28 +162,17 @@ class _TextBuilder(_Builder):
 
 # The settings of algorithms by others that learned fastest in `benchmarks/tuning.py cartpole-peers` and
 # `lunarlander-peers`, within 2,000 and 2,500 trajectories. Unlike our own on CartPole, none was tried in longer runs.
+_ADAM: dict[str, Any] = {"optimizer": "adam", "adam_epsilon": ADAM_EPSILON, "momentum": 0.0, "decay": 0.0}
 _PEERS: dict[str, dict[str, dict[str, Any]]] = {
     CARTPOLE: {
-        "SVRPG": {"large_batch": 24, "small_batch": 8, "step_size": 2e-2},
-        "N-PG-IGT": {"large_batch": 6, "step_size": 3e-2},
-        "FedPG-BR": {
-            "large_batch": 15,
-            "small_batch": 4,
-            "step_size": 2e-2,
-            "momentum": 0.0,
-            "adam_epsilon": ADAM_EPSILON,
-        },
+        "SVRPG": {"large_batch": 24, "small_batch": 8, "step_size": 2e-2, "trajectories": 2000},
+        "N-PG-IGT": {"large_batch": 6, "step_size": 3e-2, "trajectories": 2000},
+        "FedPG-BR": _ADAM | {"large_batch": 15, "small_batch": 4, "step_size": 2e-2, "trajectories": 2000},
     },
     LUNARLANDER: {
-        "SVRPG": {"large_batch": 45, "small_batch": 15, "step_size": 2e-3},
-        "N-PG-IGT": {"large_batch": 30, "step_size": 6e-2},
-        "FedPG-BR": {
-            "large_batch": 45,
-            "small_batch": 15,
-            "step_size": 5e-3,
-            "momentum": 0.0,
-            "adam_epsilon": ADAM_EPSILON,
-        },
+        "SVRPG": {"large_batch": 45, "small_batch": 15, "step_size": 2e-3, "trajectories": 5000},
+        "N-PG-IGT": {"large_batch": 30, "step_size": 6e-2, "trajectories": 5000},
+        "FedPG-BR": _ADAM | {"large_batch": 45, "small_batch": 15, "step_size": 5e-3, "trajectories": 5000},
     },
 }
 
@@ -248,7 +249,7 @@ def _ablation(build: _Builder) -> Experiment:
 
     def panel(title: str, env: str, step_size: float) -> Panel:
         shared: dict[str, Any] = {"env": env, "step_size": step_size, "num_byzantine": 3, "attack": "AvgZero"}
-        shared |= {"momentum": 0.0, "adam_epsilon": ADAM_EPSILON, **lengths[env]}
+        shared |= _ADAM | lengths[env]
         page: dict[str, Any] = batches[env] | {"switch_probability": 0.2}
         if build.scope.preset == "script":  # the correction is the paper's in every preset
             page["conventions"] = "AuthorsScript(coin=False, memory=False)"
@@ -272,15 +273,15 @@ def _ablation(build: _Builder) -> Experiment:
     )
 
 
-# The best that `benchmarks/tuning.py` found with and without momentum. It tried many more settings with momentum, and
-# on LunarLander no other batch without it.
+# The best that `benchmarks/tuning.py` found with and without momentum, out of the same choices for both.
+_AT_AGENTS: dict[str, Any] = {"optimizer": "local-adam", "adam_epsilon": 1e-5}
 _WITH_MOMENTUM: dict[str, dict[str, Any]] = {
-    CARTPOLE: {"momentum": 0.8, "large_batch": 6, "step_size": 1.2e-2, "adam_epsilon": 0.03},
-    LUNARLANDER: {"momentum": 0.8, "large_batch": 20, "step_size": 3e-3, "adam_epsilon": 0.03},
+    CARTPOLE: _AT_AGENTS | {"momentum": 0.8, "large_batch": 6, "step_size": 4e-2, "decay": 0.9},
+    LUNARLANDER: _AT_AGENTS | {"momentum": 0.8, "large_batch": 45, "step_size": 3e-2, "decay": 0.7},
 }
 _WITHOUT_MOMENTUM: dict[str, dict[str, Any]] = {
-    CARTPOLE: {"momentum": 0.0, "large_batch": 8, "step_size": 2e-2, "adam_epsilon": ADAM_EPSILON},
-    LUNARLANDER: {"momentum": 0.0, "large_batch": 45, "step_size": 5e-3, "adam_epsilon": ADAM_EPSILON},
+    CARTPOLE: _AT_AGENTS | {"momentum": 0.0, "large_batch": 6, "step_size": 4e-2, "decay": 0.9},
+    LUNARLANDER: _AT_AGENTS | {"momentum": 0.0, "large_batch": 45, "step_size": 2e-2, "decay": 0.7},
 }
 
 
@@ -304,8 +305,7 @@ def _momentum(build: _Builder) -> Experiment:
         "momentum",
         "Momentum at the agents",
         "DecByzPG with 3 of 13 agents attacking. Does a mean over time of each agent's own gradients, taken before "
-        "aggregation, save trajectories? Both sides have the best of the settings that were tried for them, which are "
-        "more with momentum than without.",
+        "aggregation, save trajectories? Both sides have the best of the same choices of batch, step size and decay.",
         "curves",
         (
             *(panel("CartPole", CARTPOLE, attack) for attack in FIVE_ATTACKS),
@@ -314,22 +314,18 @@ def _momentum(build: _Builder) -> Experiment:
     )
 
 
-_PAGE: dict[str, Any] = {"momentum": 0.0, "large_batch": 15, "small_batch": 4, "switch_probability": 0.25}
-_PAGE |= {"adam_epsilon": ADAM_EPSILON}
-# The settings of each way to lower the variance that learned fastest under AvgZero in `benchmarks/tuning.py variance`;
-# those of momentum alone come from `benchmarks/tuning.py cartpole`, which tried more.
+_PAGE: dict[str, Any] = _ADAM | {"large_batch": 15, "small_batch": 4, "switch_probability": 0.25}
+# The settings of each way to lower the variance that were best under AvgZero and RandomAction in `benchmarks/tuning.py
+# variance`, out of nine for each.
 _VARIANTS: dict[str, dict[str, Any]] = {
-    "momentum": _WITH_MOMENTUM[CARTPOLE],
-    "momentum and transport": {
-        "momentum": 0.9,
-        "transport": True,
-        "large_batch": 5,
-        "step_size": 1e-2,
-        "adam_epsilon": ADAM_EPSILON,
-    },
-    "no momentum": _WITHOUT_MOMENTUM[CARTPOLE],
-    "PAGE, per decision": _PAGE | {"importance": "ImportanceWeights(mode='per-decision')", "step_size": 2e-2},
-    "PAGE, defensive": _PAGE | {"importance": "DefensiveSampling(mode='per-decision')", "step_size": 2e-2},
+    "momentum, Adam at the agents": _AT_AGENTS | {"momentum": 0.8, "large_batch": 6, "step_size": 4e-2, "decay": 0.0},
+    "no momentum, Adam at the agents": _AT_AGENTS
+    | {"momentum": 0.0, "large_batch": 6, "step_size": 4e-2, "decay": 0.0},
+    "momentum": _ADAM | {"momentum": 0.8, "large_batch": 6, "step_size": 1e-2},
+    "momentum and transport": _ADAM | {"momentum": 0.8, "transport": True, "large_batch": 10, "step_size": 1e-2},
+    "no momentum": _ADAM | {"large_batch": 6, "step_size": 2e-2},
+    "PAGE, per decision": _PAGE | {"importance": "ImportanceWeights(mode='per-decision')", "step_size": 5e-3},
+    "PAGE, defensive": _PAGE | {"importance": "DefensiveSampling(mode='per-decision')", "step_size": 1e-2},
     "PAGE, Hessian": _PAGE | {"importance": "HessianVector()", "step_size": 1e-2},
 }
 
@@ -347,7 +343,7 @@ def _variance(build: _Builder) -> Experiment:
         "variance",
         "Which variance reduction pays?",
         "CartPole, DecByzPG with 3 of 13 agents attacking. Do corrections of small batches beat momentum alone? Each "
-        "way has the best of the settings that were tried for it: nine for most, many more for momentum alone.",
+        "way has the best of nine pairs of batch and step size.",
         "curves",
         tuple(map(panel, ("AvgZero", "RandomAction"))),
     )
@@ -355,9 +351,7 @@ def _variance(build: _Builder) -> Experiment:
 
 def _many(build: _Builder) -> Experiment:
     sizes = (1, 2, 3, 5, 8, 13, 25, 50, 100)
-    cells = tuple(
-        build.cell("DecByzPG, all honest", size, num_agents=size, num_byzantine=0, trajectories=1000) for size in sizes
-    )
+    cells = tuple(build.cell("DecByzPG, all honest", size, num_agents=size, num_byzantine=0) for size in sizes)
     return Experiment(
         "speedup",
         "Speed-up with up to 100 agents",
@@ -371,7 +365,7 @@ def _tolerance(build: _Builder) -> Experiment:
     def panel(attack: str) -> Panel:
         cells = []
         for attackers in range(7):
-            shared: dict[str, Any] = {"num_attackers": attackers, "attack": attack, "seeds": 5, "trajectories": 1000}
+            shared: dict[str, Any] = {"num_attackers": attackers, "attack": attack, "seeds": 5}
             cells += [
                 build.cell("DecByzPG, f = 3", attackers, num_byzantine=3, **shared),
                 build.cell("ByzPG, f = 6", attackers, algorithm="ByzPG", num_byzantine=6, **shared),
@@ -424,7 +418,7 @@ HEATMAP_ATTACKS = (
 
 def _heatmap(build: _Builder) -> Experiment:
     cells = tuple(
-        build.cell(rule, attack, aggregator=rule, attack=attack, num_byzantine=3, seeds=3, trajectories=600)
+        build.cell(rule, attack, aggregator=rule, attack=attack, num_byzantine=3, seeds=3)
         for rule in HEATMAP_RULES
         for attack in HEATMAP_ATTACKS
     )
@@ -445,7 +439,7 @@ def _rotating(build: _Builder) -> Experiment:
     }
 
     def panel(attack: str) -> Panel:
-        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "trajectories": 1000}
+        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack}
         return Panel(
             attack, CARTPOLE, tuple(build.cell(label, byzantine_set=which, **shared) for label, which in sets.items())
         )
@@ -461,7 +455,7 @@ def _rotating(build: _Builder) -> Experiment:
 
 def _agreement(build: _Builder) -> Experiment:
     def panel(attack: str) -> Panel:
-        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "seeds": 5, "trajectories": 1000}
+        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "seeds": 5}
         cells = [
             build.cell(rule, rounds, agreement=rule, rounds=rounds, **shared)
             for rule in ("MDA", "TrimmedMeanAgreement")
@@ -480,7 +474,8 @@ def _agreement(build: _Builder) -> Experiment:
 
 def _averaging(build: _Builder) -> Experiment:
     """Plain averaging and DecByzPG under AvgZero, with two values of Adam's ε."""
-    shared: dict[str, Any] = {"num_byzantine": 3, "attack": "AvgZero", "optimizer": "adam", "trajectories": 600}
+    shared: dict[str, Any] = {"num_byzantine": 3, "attack": "AvgZero", "trajectories": 600}
+    shared |= {"optimizer": "adam", "momentum": 0.8, "step_size": 1.2e-2, "decay": 0.0}
 
     def panel(title: str, algorithm: str) -> Panel:
         cells = (
