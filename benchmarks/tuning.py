@@ -46,6 +46,7 @@ def under(config: Config, attacks: tuple[str, ...]) -> dict[str, Config]:
 
 # Both sides of a comparison have the same choices: with momentum and without it, Adam at the agents.
 AGENTS: dict[str, Any] = {"optimizer": "local-adam", "adam_epsilon": 1e-5}
+BEHIND: dict[str, Any] = {"optimizer": "adam", "adam_epsilon": 1e-8, "momentum": 0.0, "decay": 0.0}  # behind the rule
 
 
 def cartpole() -> Iterator[Table]:
@@ -65,7 +66,7 @@ def _poles(shared: Config, choices: Iterable[tuple[float, ...]]) -> Table:
 
 def variance() -> Iterator[Table]:
     """Nine settings of every way. PAGE corrects sums of gradients, so that its agents cannot scale them."""
-    shared = Config(num_seeds=10, seed=100, trajectories=600, momentum=0.0, adam_epsilon=1e-8)
+    shared = Config(num_seeds=10, seed=100, trajectories=600, **BEHIND)
     page = replace(shared, switch_probability=0.25, small_batch=4)
     large, small, larger = (15, 10, 6), (24, 15, 10), (1e-2, 2e-2, 4e-2)
     ways: dict[str, tuple[Config, tuple[int, ...], tuple[float, ...]]] = {
@@ -97,19 +98,31 @@ def variance() -> Iterator[Table]:
 
 def lunarlander() -> Iterator[Table]:
     shared = Config(env="LunarLander-v3", algorithm="ByzPG", num_seeds=4, seed=100, trajectories=2000, **AGENTS)
-    for large_batch in (20, 30, 45):
-        each = replace(shared, large_batch=large_batch)
-        yield {
-            f"N = {large_batch}, β = {momentum:g}, η = {step_size:g}, decay {decay:g}": under(
-                replace(each, momentum=momentum, step_size=step_size, decay=decay), ("AvgZero", "RandomAction")
+
+    def table(shared: Config, choices: Iterable[tuple[float, ...]]) -> Table:
+        return {
+            f"N = {shared.large_batch}, β = {momentum:g}, η = {step_size:g}, decay {decay:g}": under(
+                replace(shared, momentum=momentum, step_size=step_size, decay=decay), ("AvgZero", "RandomAction")
             )
-            for momentum, step_size, decay in product((0.0, 0.8), (1e-2, 2e-2, 3e-2), (0.7, 0.95))
+            for momentum, step_size, decay in choices
         }
+
+    for large_batch in (20, 30, 45):
+        choices = product((0.0, 0.8), (1e-2, 2e-2, 3e-2), (0.7, 0.95))
+        yield table(replace(shared, large_batch=large_batch), choices)
+    # The best of those, and what lies between them, with more seeds: do they lose one?
+    more = replace(shared, num_seeds=12)
+    yield table(
+        replace(more, large_batch=45), ((0.8, 3e-2, 0.7), (0.8, 3e-2, 0.95), (0.9, 3e-2, 0.7), (0.8, 2e-2, 0.7))
+    )
+    yield table(
+        replace(more, large_batch=30), ((0.8, 2e-2, 0.7), (0.9, 2e-2, 0.7), (0.9, 3e-2, 0.7), (0.8, 1.5e-2, 0.5))
+    )
 
 
 def peers(shared: Config, batches: tuple[tuple[int, int], ...], steps: tuple[float, ...]) -> Iterator[Table]:
     """SVRPG and FedPG-BR, in one program per pair of batches (N, B)."""
-    shared = replace(shared, momentum=0.0, adam_epsilon=1e-8, switch_probability=0.2)
+    shared = replace(shared, switch_probability=0.2, **BEHIND)
     weights = ("ImportanceWeights(cap=1.0)", "ImportanceWeights(mode='per-decision')")
     for large_batch, small_batch in batches:
         each = replace(shared, large_batch=large_batch, small_batch=small_batch)
@@ -124,7 +137,7 @@ def peers(shared: Config, batches: tuple[tuple[int, int], ...], steps: tuple[flo
 
 def radii(shared: Config) -> Table:
     """FedPG-BR's filter with a radius of its own, next to the one that follows from the messages."""
-    shared = replace(shared, algorithm="FedPG-BR", momentum=0.0, adam_epsilon=1e-8, switch_probability=0.2)
+    shared = replace(shared, algorithm="FedPG-BR", switch_probability=0.2, **BEHIND)
     filters = ("FedPGFilter()", *(f"FedPGFilter(radius={radius})" for radius in (3.0, 10.0, 30.0, 100.0)))
     return {
         f"{rule}, η = {step_size:g}": under(replace(shared, aggregator=rule, step_size=step_size), PAPER_ATTACKS)

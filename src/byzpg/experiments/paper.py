@@ -277,11 +277,11 @@ def _ablation(build: _Builder) -> Experiment:
 _AT_AGENTS: dict[str, Any] = {"optimizer": "local-adam", "adam_epsilon": 1e-5}
 _WITH_MOMENTUM: dict[str, dict[str, Any]] = {
     CARTPOLE: _AT_AGENTS | {"momentum": 0.8, "large_batch": 6, "step_size": 4e-2, "decay": 0.9},
-    LUNARLANDER: _AT_AGENTS | {"momentum": 0.8, "large_batch": 30, "step_size": 3e-2, "decay": 0.7},
+    LUNARLANDER: _AT_AGENTS | {"momentum": 0.8, "large_batch": 30, "step_size": 2e-2, "decay": 0.7},
 }
 _WITHOUT_MOMENTUM: dict[str, dict[str, Any]] = {
     CARTPOLE: _AT_AGENTS | {"momentum": 0.0, "large_batch": 6, "step_size": 4e-2, "decay": 0.9},
-    LUNARLANDER: _AT_AGENTS | {"momentum": 0.0, "large_batch": 30, "step_size": 3e-2, "decay": 0.7},
+    LUNARLANDER: _AT_AGENTS | {"momentum": 0.0, "large_batch": 45, "step_size": 2e-2, "decay": 0.7},
 }
 
 
