@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from byzpg import _parts, networks
 from byzpg.federation import schedule
 from byzpg.learning import advantages, gradients
-from byzpg.robust import aggregators, agreement, attacks
+from byzpg.robust import adaptive, aggregators, agreement, attacks
 from byzpg.robust.components import Component, address, nearest, plain_name, unknown
 
 
@@ -58,6 +58,8 @@ def members(family: str) -> dict[str, type[Component]]:
     if family in ("learner", "network"):
         return {"PPO": base} if family == "learner" else {}  # all networks with a name are users' own
     found = _public(import_module(base.__module__), base)
+    if family == "attack":
+        found |= _public(adaptive, base)
     if family == "conventions":
         # By its address, as users' own components are found: it builds on what is above this module.
         found |= _public(import_module("byzpg.experiments.authors_script"), base)

@@ -1,7 +1,7 @@
 """A trained policy in the real environment: Gymnasium's, where it has the task that was trained in JAX."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,14 @@ AT_ONCE = 100  # episodes that are played side by side
 
 
 def evaluate(
-    policy: TrainedPolicy, settings: Settings, num_episodes: int, seed: int, *, greedy: bool = False, drawn: bool = True
+    policy: TrainedPolicy,
+    settings: Settings,
+    num_episodes: int,
+    seed: int,
+    *,
+    greedy: bool = False,
+    drawn: bool = True,
+    on_step: Callable[[np.ndarray], object] | None = None,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Play whole episodes with a trained policy.
 
@@ -32,6 +39,7 @@ def evaluate(
         seed: Seed of the environment; episode i starts from seed + i.
         greedy: Whether to take the most likely actions instead of drawing them from the policy, as in training.
         drawn: Whether to keep the frames of the first episode.
+        on_step: Called in every step with the actions [episode, ...] of the episodes that are not over.
 
     Returns:
         The returns [episode], and the frames, if the task can be drawn.
@@ -51,6 +59,8 @@ def evaluate(
                         frames.append(picture)
                     # Also for episodes that have ended, so that it is compiled once.
                     actions = policy.act(observations, None if greedy else jax.random.fold_in(key, step), greedy=greedy)
+                    if on_step is not None:
+                        on_step(actions[live])
                     outcome = stage.step(live, actions[live])
                     observations[live] = outcome.observations
                     returns[first + live] += outcome.rewards

@@ -183,9 +183,27 @@ def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = Non
     for kept in opened:
         if log and kept.complete:
             _complete_logs(kept, log)
+    _run_all(pending, on_progress, log)
+
+
+def train_all(configs: Sequence[Config], on_progress: OnProgress | None = None) -> list[Run]:
+    """Train many federations in memory, as many as possible in one program; otherwise as `resume_all`.
+
+    Raises:
+        ValueError: If a configuration is wrong; nothing is trained then.
+    """
+    pending = [_Pending(config.resolved(), None, None) for config in configs]
+    found = _run_all(pending, on_progress)
+    return [found[index] for index in range(len(pending))]
+
+
+def _run_all(pending: Sequence["_Pending"], on_progress: OnProgress | None, log: Sequence[str] = ()) -> dict[int, Run]:
+    """Train all of these, and return the runs by their place in `pending`."""
     programs: dict[Any, list[_Pending]] = {}
     for each in pending:
         programs.setdefault(each.program, []).append(each)
+    places = {id(each): place for place, each in enumerate(pending)}
+    found: dict[int, Run] = {}
     parts = [part for group in programs.values() for part in _parts(group)]
     total, before = sum(each.work for each in pending), 0.0
     started = time.monotonic()
@@ -199,8 +217,10 @@ def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = Non
             on_progress(replace(progress, done=done, label=label, seconds=time.monotonic() - started))
 
         with _logging(part, log) as logged:
-            _Program(logged).run(None if on_progress is None else of_all)
+            runs = _Program(logged).run(None if on_progress is None else of_all)
+        found |= {places[id(each)]: run for each, run in zip(part, runs, strict=True)}
         before += work
+    return found
 
 
 def follow() -> None:

@@ -376,6 +376,7 @@ class Worker:
                 attack_key(block_key(key, block)),
                 rule=federation.agent.rule_of_block(block, federation.aggregator),
                 num_byzantine=federation.num_byzantine,
+                block=block,
             )
             false.append(_false_gradients(attack, knowledge)[attackers.index(self.index)])
         return np.concatenate(false)

@@ -854,6 +854,7 @@ class _Iteration:
                     num_byzantine=federation.num_byzantine,
                     phase=phase,
                     at_server=federation.centralized,
+                    block=block,
                     vectors=vectors[here],
                     byzantine=attackers,
                     keys=message_keys[here],

@@ -179,6 +179,7 @@ class _Actor:
         """What the agents record [agent, episode, time] of the environment's rewards."""
         return _recorded_rewards(
             jnp.asarray(record.by_agent(record.rewards)),
+            record.by_agent(record.actions),
             record.by_agent(record.lengths),
             self.keys,
             [mask for _, mask in self.attackers],
@@ -232,17 +233,24 @@ def chosen_actions(
 
 @partial(jax.jit, static_argnames=("attacks", "clock"))
 def _recorded_rewards(
-    rewards: Array, lengths: Array, keys: Array, masks: list[Array], *, attacks: tuple[Attack, ...], clock: Clock
+    rewards: Array,
+    actions: Array,
+    lengths: Array,
+    keys: Array,
+    masks: list[Array],
+    *,
+    attacks: tuple[Attack, ...],
+    clock: Clock,
 ) -> Array:
     """`_Actor.recorded_rewards`, for rewards [agent, episode, time] of episodes of these lengths [agent, episode]."""
     alive = jnp.arange(clock.padded) < lengths[..., None]
     for attack, mask in zip(attacks, masks, strict=True):
-        pieces = rewards.reshape(*lengths.shape, -1, clock.piece)
+        pieces, taken = (each.reshape(*lengths.shape, -1, clock.piece, *each.shape[3:]) for each in (rewards, actions))
 
-        def of_piece(rewards: Array, piece: Array, attack: Attack = attack) -> Array:
-            return jax.vmap(attack.record)(rewards, _keys_at(keys, ATTACK_REWARDS, piece))
+        def of_piece(rewards: Array, actions: Array, piece: Array, attack: Attack = attack) -> Array:
+            return jax.vmap(attack.record_step)(rewards, actions, _keys_at(keys, ATTACK_REWARDS, piece))
 
-        changed = jax.vmap(of_piece, (2, 0), 2)(pieces, jnp.arange(pieces.shape[2])).reshape(rewards.shape)
+        changed = jax.vmap(of_piece, (2, 2, 0), 2)(pieces, taken, jnp.arange(pieces.shape[2])).reshape(rewards.shape)
         rewards = jnp.where(mask[:, None, None] & alive, changed, rewards)
     return rewards
 

@@ -147,5 +147,5 @@ def _prepared(
 @partial(jax.jit, static_argnames="attacks")
 def _recorded(segment: Segment, keys: Array, masks: list[Array], *, attacks: tuple[Attack, ...]) -> Segment:
     """The segment with rewards as the agents record them."""
-    rewards = recorded_rewards(segment.rewards, keys, [*zip(attacks, masks, strict=True)])
+    rewards = recorded_rewards(segment, keys, [*zip(attacks, masks, strict=True)])
     return replace(segment, rewards=rewards)

@@ -211,7 +211,7 @@ class _Rollout:
         ongoing, played = by_platform(piece, ongoing, cuda=self.play_all, default=self.play_running)
         times = self.times(piece)
         alive = times < ongoing.lengths[..., None]
-        recorded = self.recorded_rewards(piece, played.rewards)
+        recorded = self.recorded_rewards(piece, played)
 
         def write(buffer: Array, values: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), times[0], axis=2)
@@ -318,11 +318,12 @@ class _Rollout:
 
         return jax.vmap(of_agent, out_axes=1)(keys, episodes)
 
-    def recorded_rewards(self, piece: Array, rewards: Array) -> Array:
+    def recorded_rewards(self, piece: Array, played: "_Played") -> Array:
         """What the agents record of the environment's rewards [agent, episode, time] of one piece."""
+        rewards = played.rewards
         for attack, mask in self.attackers:
             keys = jax.vmap(jax.random.fold_in, (0, None))(self.keys[:, ATTACK_REWARDS], piece)
-            rewards = where_agents(mask, jax.vmap(attack.record)(rewards, keys), rewards)
+            rewards = where_agents(mask, jax.vmap(attack.record_step)(rewards, played.actions, keys), rewards)
         return rewards
 
 

@@ -139,7 +139,7 @@ def play_segment(
     before = _restarted(environments, environments.elapsed == NOT_STARTED, starts, jnp.zeros_like(environments.elapsed))
     (after, _), played = lax.scan(step, before, (noise, uniform))
     segment = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 2), played)
-    return after, replace(segment, rewards=recorded_rewards(segment.rewards, keys, attackers))
+    return after, replace(segment, rewards=recorded_rewards(segment, keys, attackers))
 
 
 def keys_for(keys: Array, purpose: int) -> Array:
@@ -152,10 +152,12 @@ def draws(keys: Array, purpose: int, shape: tuple[int, int, int]) -> Array:
     return jax.vmap(lambda key: jax.random.uniform(key, shape), out_axes=1)(keys_for(keys, purpose))
 
 
-def recorded_rewards(rewards: Array, keys: Array, attackers: PlayAttacks) -> Array:
+def recorded_rewards(segment: Segment, keys: Array, attackers: PlayAttacks) -> Array:
     """What the agents record of the environment's rewards [agent, environment, time]."""
+    rewards = segment.rewards
     for attack, mask in attackers:
-        rewards = where_agents(mask, jax.vmap(attack.record)(rewards, keys_for(keys, ATTACK_REWARDS)), rewards)
+        changed = jax.vmap(attack.record_step)(rewards, segment.actions, keys_for(keys, ATTACK_REWARDS))
+        rewards = where_agents(mask, changed, rewards)
     return rewards
 
 

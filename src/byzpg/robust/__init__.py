@@ -15,7 +15,8 @@ Examples:
     RFA() [2. 2.]
 """
 
-from byzpg.robust import aggregators, agreement, attacks, certificates, exchange, functions
+from byzpg.robust import adaptive, aggregators, agreement, attacks, certificates, exchange, functions
+from byzpg.robust.adaptive import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from byzpg.robust.aggregators import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from byzpg.robust.agreement import Agreement, WeightedAgreement
 from byzpg.robust.attacks import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
@@ -33,6 +34,7 @@ __all__ = [
     "Rule",
     "SearchLimitError",
     "WeightedAgreement",
+    "adaptive",
     "aggregate",
     "aggregators",
     "agreement",
@@ -43,6 +45,7 @@ __all__ = [
     "functions",
     "optax_aggregator",
 ]
+__all__ += adaptive.__all__
 __all__ += aggregators.__all__
 __all__ += attacks.__all__
 __all__ += functions.__all__

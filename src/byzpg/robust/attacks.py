@@ -2,7 +2,8 @@
 
 Attackers are omniscient and collude: the hooks for messages see `Knowledge`. An attack changes some of these hooks:
 
-- `act` changes the actions in a Byzantine agent's episodes, and `record` changes the rewards it records;
+- `act` changes the actions in a Byzantine agent's episodes, and `record` changes the rewards it records, as does
+  `record_step`, which also sees the actions;
 - `gradients` and `parameters` return the messages it sends, [receiver, Byzantine sender, d], for a group of receivers
   at a time. An attack that does not equivocate returns [1, Byzantine sender, d].
 
@@ -87,6 +88,8 @@ class Knowledge:
         key: Random key of this round. Fold in the index of a receiver for a draw of its own.
         rule: The rule that the receivers apply.
         num_byzantine: f, the number of Byzantine agents that the rule tolerates.
+        block: Which part of the agents' vectors this is, where parts are aggregated one by one: 0 for the policy, 1 for
+            the critic, 2 for statistics of observations.
 
     Examples:
         >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
@@ -101,6 +104,7 @@ class Knowledge:
     key: Array
     rule: Rule | None = field(default=None, metadata={"static": True})
     num_byzantine: int = field(default=0, metadata={"static": True})
+    block: int = field(default=0, metadata={"static": True})
 
     @property
     def num_agents(self) -> int:
@@ -157,7 +161,7 @@ class Attack(Component):
     Subclass `MessageAttack` for an attack that changes messages only.
     """
 
-    poisons_play: ClassVar[bool] = False  # it changes `act` or `record`
+    poisons_play: ClassVar[bool] = False  # it changes `act`, `record` or `record_step`
     needs_key: ClassVar[bool] = False  # its messages are random
     uses_rule: ClassVar[bool] = False  # it looks at the receivers' rule
 
@@ -202,6 +206,10 @@ class Attack(Component):
     def record(self, reward: Array, key: Array) -> Array:
         """Return the reward that is recorded when the environment pays `reward`."""
         return reward
+
+    def record_step(self, reward: Array, action: Array, key: Array) -> Array:
+        """Return the rewards [...] recorded for actions [..., n], or for the numbers [...] of discrete actions."""
+        return self.record(reward, key)
 
     def gradients(self, knowledge: Knowledge, receivers: Array) -> Array:
         """Return the gradient messages [receiver or 1, Byzantine sender, d] to `receivers` [r]; K is the server."""

@@ -28,6 +28,8 @@ class Component:
     # with them, and never decides by them. 0 and None may decide: they stay code. So do numbers that float32 cannot
     # hold. A subclass names its own numbers: it may decide by an option with which its base class only computes.
     numbers: ClassVar[tuple[str, ...]] = ()
+    # Whether 0 is one more value of these numbers, by which nothing is decided.
+    zero_is_data: ClassVar[bool] = False
 
     def __str__(self) -> str:
         """Return the shortest expression that makes it: NNM(RFA()), IPM(epsilon=0.1), my_rules:MyRule(size=2)."""
@@ -73,10 +75,12 @@ class _Number:
 _NUMBER = _Number()
 
 
-def _fits_float32(value: float) -> bool:
-    """Whether the number is neither 0 nor would become 0 or infinite."""
+def _is_data(component: "Component", value: object) -> bool:
+    """Whether a program may take this value of a number as data: it is not 0, and would not become 0 or infinite."""
+    if not isinstance(value, float):
+        return isinstance(value, Array)
     limits = np.finfo(np.float32)
-    return bool(limits.tiny <= abs(value) <= limits.max)
+    return bool(limits.tiny <= abs(value) <= limits.max) or (value == 0 and component.zero_is_data)
 
 
 def without_numbers(component: C) -> tuple[C, tuple[Any, ...]]:
@@ -98,7 +102,7 @@ def without_numbers(component: C) -> tuple[C, tuple[Any, ...]]:
         names = ()
     for option in fields(component):  # pyright: ignore[reportArgumentType]
         value = getattr(component, option.name)
-        if option.name in names and (isinstance(value, Array) or (isinstance(value, float) and _fits_float32(value))):
+        if option.name in names and _is_data(component, value):
             numbers.append(value)
             value = _NUMBER
         elif isinstance(value, Component):

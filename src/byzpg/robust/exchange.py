@@ -226,6 +226,7 @@ class _Setting:
     num_byzantine: int
     phase: Phase
     at_server: bool
+    block: int = 0
     diagnose: bool = True
     shards: Shards = ONE_DEVICE
 
@@ -245,12 +246,20 @@ class Round:
 
     @classmethod
     def of(
-        cls, rule: Rule, attack: Attack, *, num_byzantine: int, phase: Phase, at_server: bool, **data: Any
+        cls,
+        rule: Rule,
+        attack: Attack,
+        *,
+        num_byzantine: int,
+        phase: Phase,
+        at_server: bool,
+        block: int = 0,
+        **data: Any,
     ) -> "Round":
         """The round of one run, for a rule and an attack that have their numbers."""
         rule, rule_numbers = without_numbers(rule)
         attack, attack_numbers = without_numbers(attack)
-        code = _Setting(rule, attack, num_byzantine, phase, at_server)
+        code = _Setting(rule, attack, num_byzantine, phase, at_server, block)
         return cls(code, rule_numbers=rule_numbers, attack_numbers=attack_numbers, **data)
 
     @property
@@ -271,6 +280,7 @@ class Round:
             key=attack_key(self.keys),
             rule=setting.rule,
             num_byzantine=setting.num_byzantine,
+            block=setting.block,
         )
 
     def false_rows(self, *, to_each: bool = False) -> Array | None:
@@ -306,7 +316,9 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
         false_rows = jax.vmap(partial(Round.false_rows, to_each=each.shares_code))(each)
         shapes = each.vectors.shape[1:], each.byzantine.shape[1:]
         if false_rows is not None:  # the attack is done
-            each = replace(each, code=replace(each.code, attack=NoAttack(), phase="gradients"), attack_numbers=())
+            each = replace(
+                each, code=replace(each.code, attack=NoAttack(), phase="gradients", block=0), attack_numbers=()
+            )
         if each.code.rule.is_mean(each.code.num_byzantine):
             each = replace(each, code=replace(each.code, rule=Mean()), rule_numbers=())
         groups.setdefault((each.code, shapes), []).append((index, each, false_rows))
