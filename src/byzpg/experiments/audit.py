@@ -483,11 +483,12 @@ class Audit:
     def _search(self) -> None:
         plan, settings = self.plan, self.settings
         known = [*plan.known, *(TARGETED if plan.goal == "target" else ())]
-        known = [each for each in known if self._fits(each)]
+        under_known = [plan.federation(plan.rules[0], each, 0, 1) for each in known]
+        known = [str(each.resolved().attack) for each in under_known if _resolves(each)]
+        self.known = set(known)
         self._try("known attacks", "known attacks", dict.fromkeys(plan.rules, known), SEARCH_SEED, plan.search_seeds)
-        self.known = {str(plan.federation(plan.rules[0], each, 0, 1).resolved().attack) for each in known}
         found = families(
-            settings.length // (settings.ppo.num_steps if settings.has_critic else settings.large_batch),
+            round(settings.schedule().expected_iterations),
             settings.num_agents - self.num_attackers,
             self.num_attackers,
             critic=settings.has_critic,
@@ -523,14 +524,6 @@ class Audit:
         if any(finalists.values()):
             part = "the best on more seeds"
             self._try(part, part, finalists, SELECTION_SEED, 2 * plan.search_seeds)
-
-    def _fits(self, attack: str) -> bool:
-        """Whether this federation can have the attack."""
-        try:
-            self.plan.federation(self.plan.rules[0], attack, 0, 1).resolved()
-        except ValueError:
-            return False
-        return True
 
     def _ranked(self, rule: str) -> list[str]:
         """The attacks of a rule, the worst first; those that were trained on more seeds come before all others."""
@@ -615,6 +608,7 @@ class Audit:
 
 
 def _resolves(config: Config) -> bool:
+    """Whether there can be such a federation."""
     try:
         config.resolved()
     except ValueError:
