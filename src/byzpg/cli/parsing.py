@@ -18,6 +18,7 @@ from tyro.constructors import (
 )
 
 from byzpg import _parts
+from byzpg.cli.audit import Audit
 from byzpg.cli.certify import Certify
 from byzpg.cli.evidence import Evidence
 from byzpg.cli.export import Export
@@ -41,7 +42,7 @@ DESCRIPTION = """Byzantine fault-tolerant federated reinforcement learning.
 
 Start with `byzpg train`. `byzpg COMMAND --help` explains a command; `byzpg --version` prints the version."""
 COMMANDS = (
-    *(Resume, Reproduce, Sweep, Report, Plot, Play, Export, List, Certify),
+    *(Resume, Reproduce, Sweep, Report, Plot, Play, Export, List, Certify, Audit),
     *(Keygen, Federation, Peer, Watch, Monitor, Evidence),
 )
 

@@ -30,6 +30,7 @@ from byzpg.robust.adaptive import Adaptive
 from byzpg.robust.aggregators import Aggregator
 from byzpg.robust.attacks import ALIE, Attack, AvgZero, MessageAttack
 from byzpg.robust.certificates import certificate
+from byzpg.runs import Run
 
 FORMAT = 1
 SEARCH_SEED, SELECTION_SEED = 500, 600  # the first seeds of the search; what is reported starts at REPORTED_SEED
@@ -145,6 +146,7 @@ class Bench:
     folder: Path
     action: int | None = None  # whose share in the steps of the trained policies is measured
     on_progress: OnProgress | None = None
+    slowest_start: float = 0.0  # seconds until a program reported for the first time: compiling cannot be interrupted
 
     def measure(self, configs: Sequence[Config], what: str, deadline: float = inf) -> list[Result]:
         """The results of these configurations; those that are not kept yet are trained in as few programs as possible.
@@ -154,10 +156,14 @@ class Bench:
         """
         paths = [self.folder / f"{run_name(config.resolved())}.npz" for config in configs]
         missing = {path: config for path, config in zip(paths, configs, strict=True) if not path.is_file()}
-        if missing and time.monotonic() > deadline:
+        began, reported = time.monotonic(), False
+        if missing and began + self.slowest_start > deadline:
             raise OutOfTime
 
         def on_progress(progress: training.Progress) -> None:
+            nonlocal reported
+            if not reported:
+                self.slowest_start, reported = max(self.slowest_start, time.monotonic() - began), True
             if self.on_progress is not None:
                 self.on_progress(what, progress)
             if time.monotonic() > deadline and progress.done < 1:
@@ -177,7 +183,7 @@ class Bench:
             return Result(config.resolved(), arrays["progress"], metrics)
 
 
-def _shares_of_action(run: training.Run, action: int) -> np.ndarray:
+def _shares_of_action(run: Run, action: int) -> np.ndarray:
     """The share of steps [seed] in which the trained policies take the action, over some episodes."""
     from byzpg import play  # needs Gymnasium for some tasks, which is an extra
 
@@ -313,6 +319,7 @@ class Plan:
     population: int = 8  # candidates of each family, generation and rule
     search_seeds: int = 2
     report_seeds: int = 8
+    breaking: bool = True  # whether the worst attack is also tried with other numbers of attackers
     seed: int = 0  # of the search
 
     def federation(self, rule: str, attack: Attack | str | None, seed: int, num_seeds: int, **options: Any) -> Config:
@@ -390,12 +397,12 @@ def replay(plan: Plan, measured: Measured) -> str:
 
 # The share of the budget by which each part of the audit has to be over.
 DEADLINES = {
-    "the honest federation": 0.15,
-    "known attacks": 0.4,
-    "the search": 0.62,
+    "the honest federation": 0.3,
+    "known attacks": 0.45,
+    "the search": 0.6,
     "the best on more seeds": 0.7,
-    "fresh seeds": 0.8,
-    "more attackers": 0.9,
+    "fresh seeds": 1.0,
+    "more attackers": 0.95,
     "other rules": 1.0,
 }
 
@@ -429,14 +436,17 @@ class Audit:
             ValueError: If the budget does not even suffice for the honest federation.
         """
         plan = self.plan
-        honest = self._honest(REPORTED_SEED, plan.report_seeds)
-        if honest is None:
+        # With the rules without attackers, which are reported: they share a program.
+        unharmed = [plan.federation(rule, None, REPORTED_SEED, plan.report_seeds) for rule in plan.rules]
+        found = self._measure("the honest federation", [plan.honest(REPORTED_SEED, plan.report_seeds), *unharmed])
+        if found is None:
             raise ValueError(
                 f"the budget of {self.budget:.0f} s does not suffice to train the federation once: give it more, or "
                 "fewer steps."
             )
+        honest = Honest(found[0])
         if self.num_attackers:
-            self._search()
+            self._search(honest)
         rules = self._report(honest)
         beside = self._beside(honest, rules[0])
         return Findings(
@@ -449,8 +459,13 @@ class Audit:
             generations=self.generations,
             candidates=sum(len(scores) for scores in self.scores.values()),
             cut_short=tuple(self.cut_short),
-            seconds=time.monotonic() - self.started,
+            seconds=self.elapsed,
         )
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the audit began."""
+        return time.monotonic() - self.started
 
     def _deadline(self, part: str) -> float:
         return self.started + self.budget * DEADLINES[part]
@@ -464,29 +479,32 @@ class Audit:
                 self.cut_short.append(part)
             return None
 
-    def _honest(self, seed: int, num_seeds: int) -> Honest | None:
-        found = self._measure("the honest federation", [self.plan.honest(seed, num_seeds)])
-        return Honest(found[0]) if found else None
-
-    def _try(self, part: str, what: str, attacks: Mapping[str, Sequence[Attack | str]], seed: int, number: int) -> bool:
+    def _try(
+        self,
+        honest: Honest,
+        part: str,
+        attacks: Mapping[str, Sequence[Attack | str]],
+        seed: int,
+        number: int,
+        what: str | None = None,
+    ) -> bool:
         """Train candidates of each rule on some seeds, and score them; whether the time sufficed."""
-        honest = self._honest(seed, number)
         places = [(rule, str(attack)) for rule, several in attacks.items() for attack in several]
         configs = [self.plan.federation(rule, attack, seed, number) for rule, attack in places]
-        found = self._measure(part, configs, what) if honest is not None else None
-        if honest is None or found is None:
+        found = self._measure(part, configs, what)
+        if found is None:
             return False
         for (rule, attack), result in zip(places, found, strict=True):
             self.scores[rule].setdefault(attack, []).extend(honest.measured(result).harm(self.plan.goal))
         return True
 
-    def _search(self) -> None:
+    def _search(self, honest: Honest) -> None:
         plan, settings = self.plan, self.settings
         known = [*plan.known, *(TARGETED if plan.goal == "target" else ())]
         under_known = [plan.federation(plan.rules[0], each, 0, 1) for each in known]
         known = [str(each.resolved().attack) for each in under_known if _resolves(each)]
         self.known = set(known)
-        self._try("known attacks", "known attacks", dict.fromkeys(plan.rules, known), SEARCH_SEED, plan.search_seeds)
+        self._try(honest, "known attacks", dict.fromkeys(plan.rules, known), SEARCH_SEED, plan.search_seeds)
         found = families(
             round(settings.schedule().expected_iterations),
             settings.num_agents - self.num_attackers,
@@ -506,7 +524,7 @@ class Audit:
                     members[place] = next_generation(family, scored.get(place, []), plan.population, generation, rng)
                     candidates.setdefault(rule, []).extend(members[place])
             what = f"generation {generation + 1} of at most {plan.generations}"
-            if not self._try("the search", what, candidates, SEARCH_SEED, plan.search_seeds):
+            if not self._try(honest, "the search", candidates, SEARCH_SEED, plan.search_seeds, what):
                 break
             self.generations += 1
             for (rule, name), several in members.items():
@@ -522,8 +540,7 @@ class Audit:
             finalists[rule] += [each for each in self._ranked(rule) if each in self.known][:1]
         finalists = {rule: list(dict.fromkeys(several)) for rule, several in finalists.items()}
         if any(finalists.values()):
-            part = "the best on more seeds"
-            self._try(part, part, finalists, SELECTION_SEED, 2 * plan.search_seeds)
+            self._try(honest, "the best on more seeds", finalists, SELECTION_SEED, 2 * plan.search_seeds)
 
     def _ranked(self, rule: str) -> list[str]:
         """The attacks of a rule, the worst first; those that were trained on more seeds come before all others."""
@@ -548,35 +565,37 @@ class Audit:
         findings = []
         for rule in plan.rules:
             worst, known = self._worst(rule)
-            found = RuleFindings(
-                rule,
-                without=measured[rule, None],
-                worst=measured[rule, worst] if worst is not None else None,
-                known=measured[rule, known] if known is not None else None,
-                searched=tuple((each, float(np.mean(self.scores[rule][each]))) for each in self._ranked(rule)),
+            findings.append(
+                RuleFindings(
+                    rule,
+                    without=measured[rule, None],
+                    worst=measured[rule, worst] if worst is not None else None,
+                    known=measured[rule, known] if known is not None else None,
+                    searched=tuple((each, float(np.mean(self.scores[rule][each]))) for each in self._ranked(rule)),
+                )
             )
-            findings.append(replace(found, breaking=self._breaking(honest, found), constants=self._constants(found)))
-        return findings
-
-    def _breaking(self, honest: Honest, found: RuleFindings) -> tuple[Measured, ...]:
-        """The worst attack with 1 attacker to one more than the rule is told to tolerate."""
-        if found.worst is None:
-            return ()
-        plan, bound = self.plan, found.worst.num_byzantine
-        configs = [
-            plan.federation(
-                found.rule,
-                found.worst.attack,
-                REPORTED_SEED,
-                plan.report_seeds,
-                num_byzantine=min(number, bound),
-                num_attackers=number,
-            )
-            for number in range(1, bound + 2)
+        broken = self._breaking(honest, findings)
+        return [
+            replace(found, breaking=broken.get(found.rule, ()), constants=self._constants(found)) for found in findings
         ]
-        configs = [each for each in configs if _resolves(each)]
-        results = self._measure("more attackers", configs)
-        return () if results is None else tuple(map(honest.measured, results))
+
+    def _breaking(self, honest: Honest, findings: Sequence[RuleFindings]) -> dict[str, tuple[Measured, ...]]:
+        """By rule, the worst attack with 1 attacker to one more than the rule is told to tolerate."""
+        plan, configs = self.plan, []
+        for found in findings if plan.breaking else ():
+            if found.worst is not None:
+                bound = found.worst.num_byzantine
+                for number in range(1, bound + 2):
+                    sizes = {"num_byzantine": min(number, bound), "num_attackers": number}
+                    configs.append(
+                        plan.federation(found.rule, found.worst.attack, REPORTED_SEED, plan.report_seeds, **sizes)
+                    )
+        results = self._measure("more attackers", [each for each in configs if _resolves(each)])
+        broken: dict[str, list[Measured]] = {}
+        for result in results or ():
+            measured = honest.measured(result)
+            broken.setdefault(measured.rule, []).append(measured)
+        return {rule: tuple(several) for rule, several in broken.items()}
 
     def _constants(self, found: RuleFindings) -> dict[str, Any]:
         """The worst C_ra that was measured on random vectors, and the proven bound."""
