@@ -17,6 +17,7 @@ from math import inf, log10
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 
@@ -278,27 +279,25 @@ def families(num_iterations: int, num_honest: int, num_attackers: int, *, critic
 
 
 def next_generation(
-    family: Family, scored: Sequence[tuple[Adaptive, float]], number: int, generation: int, rng: np.random.Generator
+    family: Family, scored: Mapping[Adaptive, float], number: int, generation: int, rng: np.random.Generator
 ) -> list[Adaptive]:
     """Children of the best candidates so far; the first generation has the family's anchors and random members.
 
     A child takes every coordinate from one of two parents, and half of them move, less far in every generation. A
-    quarter of the children are random: the first parents may be on the wrong hill.
+    quarter of the children are random: the first parents may be on the wrong hill. No candidate comes twice, so that
+    all generations have the same size and share a program.
     """
-    if not scored:
-        anchors = list(family.anchors)[:number]
-        return anchors + [family.attack(rng.random(len(family.genes))) for _ in range(number - len(anchors))]
-    ranked = sorted(scored, key=lambda each: -each[1])[:ELITE]
-    parents = [family.places(attack) for attack, _ in ranked]
-    children = []
-    for child in range(number):
-        if child % 4 == 3:
-            children.append(family.attack(rng.random(len(family.genes))))
-            continue
-        first, second = (parents[index] for index in rng.integers(len(parents), size=2))
-        places = np.where(rng.random(len(first)) < 0.5, first, second)
-        moves = 0.3 * 0.75**generation * rng.standard_normal(len(first)) * (rng.random(len(first)) < 0.5)
-        children.append(family.attack(np.clip(places + moves, 0, 1)))
+    children = [] if scored else list(family.anchors)[:number]
+    parents = [family.places(attack) for attack in sorted(scored, key=lambda each: -scored[each])[:ELITE]]
+    while len(children) < number:
+        places = rng.random(len(family.genes))
+        if parents and len(children) % 4 != 3:
+            first, second = (parents[index] for index in rng.integers(len(parents), size=2))
+            moves = 0.3 * 0.75**generation * rng.standard_normal(len(first)) * (rng.random(len(first)) < 0.5)
+            places = np.clip(np.where(rng.random(len(first)) < 0.5, first, second) + moves, 0, 1)
+        child = family.attack(places)
+        if child not in scored and child not in children:
+            children.append(child)
     return children
 
 
@@ -512,24 +511,25 @@ class Audit:
             critic=settings.has_critic,
             server=settings.federation().centralized,
         )
-        scored: dict[tuple[str, str], list[tuple[Adaptive, float]]] = {}
+        scored: dict[tuple[str, str], dict[Adaptive, float]] = {}
         for generation in range(plan.generations):
             began = time.monotonic()
             candidates: dict[str, list[Attack | str]] = {}
             members: dict[tuple[str, str], list[Adaptive]] = {}
-            for index, rule in enumerate(plan.rules):
+            for rule in plan.rules:
                 for number, family in enumerate(found):
-                    rng = np.random.default_rng((plan.seed, index, number, generation))
+                    # By its text: a rule has the same candidates whatever it is audited with.
+                    rng = np.random.default_rng((plan.seed, crc32(rule.encode()), number, generation))
                     place = rule, family.name
-                    members[place] = next_generation(family, scored.get(place, []), plan.population, generation, rng)
+                    members[place] = next_generation(family, scored.get(place, {}), plan.population, generation, rng)
                     candidates.setdefault(rule, []).extend(members[place])
             what = f"generation {generation + 1} of at most {plan.generations}"
             if not self._try(honest, "the search", candidates, SEARCH_SEED, plan.search_seeds, what):
                 break
             self.generations += 1
             for (rule, name), several in members.items():
-                harms = [(each, float(np.mean(self.scores[rule][str(each)]))) for each in several]
-                scored.setdefault((rule, name), []).extend(harms)
+                harms = {each: float(np.mean(self.scores[rule][str(each)])) for each in several}
+                scored.setdefault((rule, name), {}).update(harms)
             took = time.monotonic() - began
             if time.monotonic() + took > self._deadline("the search"):
                 if generation + 1 < plan.generations:
