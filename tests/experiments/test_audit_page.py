@@ -99,7 +99,7 @@ def text_of(found: Findings, path: Path) -> str:
         (
             0.3,
             "NNM(TrimmedMean()) keeps learning: the worst attack found costs 30 % [28, 32] of the learning, and it "
-            "reaches the level of 450 1.3 times later; worst seed 32 %.",
+            "takes 1.3 times as long to reach the level of 450; worst seed 32 %.",
         ),
         (
             0.7,
@@ -163,6 +163,22 @@ def test_the_page_tells_all_that_was_found(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
+def test_attackers_that_want_an_action(tmp_path: Path) -> None:
+    def wanted(each: Measured, share: float) -> Measured:
+        return replace(each, targeted=np.full(4, share))
+
+    rule = of_rule(RULE, 0.3)
+    assert rule.worst is not None
+    rule = replace(rule, without=wanted(rule.without, 0.5), worst=wanted(rule.worst, 0.75), known=None)
+    found = findings(rule)
+    found = replace(found, plan=replace(found.plan, goal="target", action=1))
+    page = text_of(found, tmp_path / "audit.html")
+    words = "The trained policy takes action 1 in 75 % [75, 75] of the steps; without attackers, 50 % [50, 50] of the"
+    assert words in page
+    assert "attackers want the action that attackers want" not in page
+    assert f"{RULE} 3 30 [28, 32] 30 [28, 32] 1.3× [1.3×, 1.3×] 32 75 [75, 75] adaptive 0 [−2, 2] slowed" in page
+
+
 def test_a_known_attack_may_be_the_worst() -> None:
     rule = of_rule(RULE, 0.2)
     assert rule.known is not None
@@ -218,7 +234,8 @@ def test_a_leaderboard_ranks_by_what_is_lost() -> None:
 
 def test_a_browser_shows_it_at_all_widths_and_in_both_themes(tmp_path: Path) -> None:
     path = tmp_path / "audit.html"
-    write_audit(findings(of_rule("Mean()", 1.0), of_rule(RULE, 0.1), beside=(of_rule("Krum()", 0.2),)), path, ABOUT)
+    long = "my_parts_with_a_long_name:TheRuleThatHasAVeryLongNameIndeed()"
+    write_audit(findings(of_rule(long, 0.3), beside=(of_rule("Krum()", 0.2),)), path, ABOUT)
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.fail("the page is tested in a real browser, and there is none: apt-get install chromium")
@@ -239,7 +256,7 @@ def test_a_browser_shows_it_at_all_widths_and_in_both_themes(tmp_path: Path) -> 
             page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
             assert page.evaluate("document.documentElement.scrollWidth") == width
             assert page.evaluate(WIDE) == []
-            assert page.locator("svg[role=img]").count() == 4
+            assert page.locator("svg[role=img]").count() == 2
             backs.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
         browser.close()
     assert len(set(backs)) == 2

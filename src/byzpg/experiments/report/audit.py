@@ -225,7 +225,9 @@ def _pace(findings: Findings, measured: Measured) -> str:
     slowdown, level = measured.estimates()["slowdown"].value, f"the level of {digits(findings.level)}"
     if not isfinite(slowdown):
         return f"it does not reach {level}"
-    return f"it reaches {level} {f'{slowdown:.1f} times later' if slowdown >= 1.05 else 'as soon'}"
+    if slowdown < 1.05:
+        return f"it reaches {level} as soon as the honest federation"
+    return f"it takes {slowdown:.1f} times as long to reach {level}"
 
 
 def verdict(findings: Findings, found: RuleFindings) -> str:
@@ -250,6 +252,9 @@ def verdict(findings: Findings, found: RuleFindings) -> str:
             text = f"{rule} {what}: the worst attack found costs {cost}; {seed}."
     if findings.plan.goal == "target":
         text += f" {_targeted(findings, worst)}; without attackers, {_share_of_action(found.without)}."
+    of_worst, plain = (each.estimates()["lost"] for each in (worst, found.without))
+    if found.verdict != "unharmed" and of_worst.low <= plain.high:
+        without += " The two intervals overlap: more seeds would tell whether it was chance."
     return f"{text} {without}"
 
 
@@ -280,7 +285,8 @@ def _audited(findings: Findings) -> str:
     settings, rules = _settings(findings), findings.rules
     tolerated = sorted({each.without.num_byzantine for each in rules})
     attackers = sorted({each.worst.num_attackers for each in rules if each.worst})
-    wanted = f" {findings.plan.action}" if findings.plan.goal == "target" else ""
+    goal = findings.plan.goal
+    wanted = f"the federation to take action {findings.plan.action}" if goal == "target" else GOALS[goal]
     return ", ".join(
         [
             f"Audited: {settings.env}",
@@ -289,7 +295,7 @@ def _audited(findings: Findings) -> str:
             f"f = {' or '.join(map(str, tolerated))}"
             + (f" ({' or '.join(map(str, attackers))} attack)" if attackers not in ([], tolerated) else ""),
             f"momentum {settings.momentum:g}" if settings.momentum else "no momentum",
-            f"{settings.length:,} {settings.unit} per agent; attackers want {GOALS[findings.plan.goal]}{wanted}.",
+            f"{settings.length:,} {settings.unit} per agent; attackers want {wanted}.",
         ]
     )
 
