@@ -43,7 +43,6 @@ GUIDE = {
 }
 # What the page lacks if the budget did not suffice for a part of the audit.
 CUT_SHORT = {
-    "the honest federation": "the honest federation on the seeds of the search, so that candidates were left out",
     "known attacks": "the known attacks, none of which was tried",
     "the search": "all generations of the search",
     "the best on more seeds": "the choice among the best candidates on more seeds: the worst one on the few seeds of "
