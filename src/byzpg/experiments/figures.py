@@ -534,6 +534,44 @@ def _draw_heatmap(axes: Axes, panel: Panel, runs: Mapping[str, Result], metric: 
     axes.spines[:].set_visible(False)
 
 
+# Audits
+
+
+def curves_by_colour(title: str, curves: Mapping[str, Curve], level: float, lowest: float, unit: str) -> Plot:
+    """Learning curves with a dotted line at a level. The axes end at `lowest`: a diverged run would hide the rest."""
+
+    def draw(axes: Axes) -> None:
+        for colour, curve in curves.items():
+            _draw_mean(axes, curve.progress, curve.returns, colour, label=curve.label, linewidth=1.6)
+        axes.axhline(level, color=MUTED, linestyle=":", linewidth=1.1, zorder=1)
+        _over_progress(axes, max(curve.progress[-1] for curve in curves.values()), unit)
+        axes.set_ylabel("return")
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], lowest))
+
+    who = ", ".join(curve.label for curve in curves.values())
+    return Plot(title, f"{title}: return over {unit} per agent, mean and standard deviation, for {who}.", draw)
+
+
+def lost_by_attackers(title: str, lost: Mapping[int, Estimate], bound: int) -> Plot:
+    """The share of learning that is lost by the number of attackers, with a dotted line behind the bound f."""
+
+    def draw(axes: Axes) -> None:
+        numbers = list(lost)
+        value, low, high = 100 * np.array([(each.value, each.low, each.high) for each in lost.values()]).T
+        errors = np.maximum((value - low, high - value), 0)
+        axes.errorbar(numbers, value, errors, color=COLOURS[1], marker="o", markersize=4.5, capsize=2.5)
+        axes.axvline(bound + 0.5, color=MUTED, linestyle=":", linewidth=1.4)
+        axes.set_xticks(numbers)
+        axes.set_xlim(numbers[0] - 0.4, max(numbers[-1], bound + 0.5) + 0.4)
+        axes.set_ylim(min(0, float(np.min(low))) - 4, max(100, float(np.max(high))) + 4)
+        axes.set_xlabel("number of attackers (dotted line: f)")
+        axes.set_ylabel("learning lost, %")
+        _tidy(axes)
+
+    about = f"{title}: share of the learning that is lost, by number of attackers, with f = {bound}."
+    return Plot(title, about, draw)
+
+
 # Rates
 
 # The panels of trajectories against ε: the methods in each, by label.

@@ -1,12 +1,13 @@
 """Figures as elements of the page."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO
 
 import numpy as np
 from matplotlib import pyplot
+from matplotlib.lines import Line2D
 
 from byzpg.experiments.figures import COLOURS, GRID, INK, MUTED, RETURN_RANGES, Plot, legend_handles, plots
 from byzpg.experiments.paper import Experiment
@@ -19,22 +20,27 @@ def figure(experiment: Experiment, runs: Mapping[str, Result], anchor: str) -> s
     """All plots of an experiment with one legend; the anchor keeps their ids apart from those of other figures."""
     drawn = plots(experiment, runs)
     shape = "wide" if experiment.kind == "heatmap" else "pair" if len(drawn) in (1, 2, 4) else ""
-    panels = []
+    caption = f"{_caption(experiment, runs)} {curve_names(experiment, runs)[1]}".rstrip()
+    return panels(experiment.title, drawn, legend_handles(experiment, runs), caption, anchor, shape)
+
+
+def panels(
+    title: str, drawn: Sequence[Plot], legend: Mapping[str, Line2D], caption: str, anchor: str, shape: str = ""
+) -> str:
+    """Plots side by side, with a legend above and a caption below them."""
+    made = []
     for number, plot in enumerate(drawn):
         svg = _svg(plot, f"{anchor}-{number}")
-        panels.append(
-            f"<div class='panel'><p class='name'>{escape(plot.title)}</p><div class='canvas'>{svg}</div></div>"
-        )
-    caption = escape(f"{_caption(experiment, runs)} {curve_names(experiment, runs)[1]}".rstrip())
+        made.append(f"<div class='panel'><p class='name'>{escape(plot.title)}</p><div class='canvas'>{svg}</div></div>")
     return (
-        f"<figure aria-label='{escape(experiment.title)}'>{_key(experiment, runs)}<div class='panels {shape}'>"
-        f"{''.join(panels)}</div><figcaption>{caption}</figcaption></figure>"
+        f"<figure aria-label='{escape(title)}'>{_key(legend)}<div class='panels {shape}'>"
+        f"{''.join(made)}</div><figcaption>{escape(caption)}</figcaption></figure>"
     )
 
 
-def _key(experiment: Experiment, runs: Mapping[str, Result]) -> str:
+def _key(legend: Mapping[str, Line2D]) -> str:
     items = []
-    for label, line in legend_handles(experiment, runs).items():
+    for label, line in legend.items():
         dashes = " stroke-dasharray='5 3'" if line.is_dashed() else ""
         stroke = _themed(f"stroke: {line.get_color()}")
         path = f"<path d='M0 4H26' style='{stroke}' stroke-width='2.4'{dashes}/>"

@@ -8,6 +8,7 @@ import numpy as np
 
 from byzpg.config import PAPER, Config, Settings
 from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Cell, Experiment, Panel
+from byzpg.experiments.report.frame import folded, row_of, table
 from byzpg.experiments.report.wording import (
     count,
     digits,
@@ -66,25 +67,6 @@ OF_SMALL_BATCHES = ("small_batch", "coins", "importance", "gate")
 Rivals = Mapping[tuple[Panel, Cell], Cell | None]
 
 
-def _table(caption: str, head: Sequence[str], groups: Mapping[str, Sequence[str]], foot: Sequence[str] = ()) -> str:
-    """A table that scrolls in its own box: groups of rows, each under its heading if it has one."""
-    titles = "".join(f"<th scope='col'>{escape(title)}</th>" for title in head)
-    bodies = []
-    for group, rows in groups.items():
-        start = f"<tr><th colspan='{len(head)}' scope='rowgroup'>{group}</th></tr>" if group else ""
-        bodies.append(f"<tbody>{start}{''.join(rows)}</tbody>")
-    end = f"<tfoot>{''.join(foot)}</tfoot>" if foot else ""
-    return (
-        f"<div class='scroll' tabindex='0'><table><caption><span>{escape(caption)}</span></caption>"
-        f"<thead><tr>{titles}</tr></thead>{''.join(bodies)}{end}</table></div>"
-    )
-
-
-def _row(*cells: str) -> str:
-    """A row of HTML cells; the first one is its heading."""
-    return f"<tr><th scope='row'>{cells[0]}</th>{''.join(f'<td>{cell}</td>' for cell in cells[1:])}</tr>"
-
-
 def options_table(found: Sequence[Comparison]) -> str:
     """The options in which the preset differs from the paper's table, by task."""
     robust: dict[str, Settings] = {}
@@ -105,11 +87,11 @@ def options_table(found: Sequence[Comparison]) -> str:
     for option, name in OPTIONS.items():
         if option in rows:
             pairs = [rows[option].get(task, ("", "the same")) for task in robust]
-            body.append(_row(escape(name), *(escape(value.removesuffix("()")) for pair in pairs for value in pair)))
+            body.append(row_of(escape(name), *(escape(value.removesuffix("()")) for pair in pairs for value in pair)))
     caption = "Options that differ from the paper's table."
     if any(settings.switch_probability == 1 for settings in robust.values()):
         caption += " With p = 1 all batches are large, and the PAGE correction is never used."
-    return _table(caption, head, {"": body})
+    return table(caption, head, {"": body})
 
 
 def published_tables(found: Sequence[Comparison], anchors: Mapping[str, str]) -> str:
@@ -130,10 +112,10 @@ def published_tables(found: Sequence[Comparison], anchors: Mapping[str, str]) ->
             if each.panel.task == task:
                 link = f"<a href='#{anchors[each.experiment.name]}'>{escape(short_name(each.experiment))}</a>"
                 group = link if each.panel.title in caption else f"{link}, {escape(each.panel.title)}"
-                groups.setdefault(group, []).append(_row(escape(named(each.cell.label, parts)), *cells(each)))
+                groups.setdefault(group, []).append(row_of(escape(named(each.cell.label, parts)), *cells(each)))
         if common:
             caption += f" Ours: {common}. Published: p = {PAPER['switch_probability']:g}."
-        tables += [_table(caption, ["Method", *columns], groups)] if groups else []
+        tables += [table(caption, ["Method", *columns], groups)] if groups else []
     return "".join(tables)
 
 
@@ -197,15 +179,15 @@ def _runs_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
         if any(rivals.values()):
             row.append(with_interval(improvement(final, final_returns(runs[rival.run])), share) if rival else "")
         group = groups.setdefault("All panels" if shared else escape(panel.title), [])
-        if _row(*row) not in group:  # several panels may share a run
-            group.append(_row(*row))
+        if row_of(*row) not in group:  # several panels may share a run
+            group.append(row_of(*row))
     attacked = [] if placed else [group for group in _attacked(rivals).values() if len(group) > 1]
     foot = [_pooled_row(group, rivals, runs, levels) for group in attacked]
-    table = _table(f"{heading(experiment)} ({seeds_of(experiment, runs)})", head, groups, foot)
+    numbers = table(f"{heading(experiment)} ({seeds_of(experiment, runs)})", head, groups, foot)
     length = sum(map(len, groups.values()))
     if length > LONG_TABLE:
-        return f"<details><summary>All numbers ({length} rows)</summary>{table}</details>"
-    return table
+        return folded(f"All numbers ({length} rows)", numbers)
+    return numbers
 
 
 def _attacked(rivals: Rivals) -> dict[str, list[tuple[Panel, Cell]]]:
@@ -223,7 +205,7 @@ def _pooled_row(group: Sequence[tuple[Panel, Cell]], rivals: Rivals, runs: Mappi
     theirs = [final_returns(runs[rival.run]) for each in group if (rival := rivals[each])]
     row = [f"{escape(group[0][1].label)}, all attacks", spread(np.concatenate(ours))]
     row += [with_interval(estimate(ours), digits)] + [""] * levels
-    return _row(*row, with_interval(improvement(ours, theirs), share))
+    return row_of(*row, with_interval(improvement(ours, theirs), share))
 
 
 def _rules_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
@@ -242,8 +224,8 @@ def _rules_table(experiment: Experiment, runs: Mapping[str, Result]) -> str:
         )
         row = [escape(label), spread(np.concatenate(all_ours)), with_interval(estimate(all_ours), digits)]
         row += [escape(str(worst.at)), digits(float(np.mean(finals[worst])))]
-        rows.append(_row(*row, with_interval(wins, share) if wins else ""))
-    return _table(
+        rows.append(row_of(*row, with_interval(wins, share) if wins else ""))
+    return table(
         f"{heading(experiment)} (all attacks together, {seeds_of(experiment, runs)})",
         head,
         {"": rows},

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
-from math import inf
+from math import inf, isfinite
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from byzpg.experiments.summaries import Estimate, num_diverged
 def spread(values: np.ndarray) -> str:
     if missing := num_diverged(values):
         return f"{missing} of {len(values)} diverged"
-    return _typeset(mean_and_deviation(values)).replace(" ", "\N{NO-BREAK SPACE}")
+    return typeset(mean_and_deviation(values)).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def with_interval(found: Estimate, write: Callable[[float], str]) -> str:
@@ -24,15 +24,16 @@ def with_interval(found: Estimate, write: Callable[[float], str]) -> str:
 
 
 def digits(value: float) -> str:
-    return _typeset(significant(value))
+    return typeset(significant(value))
 
 
 def whole(value: float) -> str:
-    """A published number, which was read off a plot: its decimals mean nothing."""
-    return _typeset(f"{round(value):,}")
+    """A number whose decimals mean nothing, such as a published one, which was read off a plot."""
+    return typeset(f"{round(value):,}")
 
 
-def _typeset(text: str) -> str:
+def typeset(text: str) -> str:
+    """Numbers with the sign for minus instead of a hyphen."""
     return text.replace("-", "−")
 
 
@@ -42,6 +43,15 @@ def count(value: float) -> str:
 
 def share(value: float) -> str:
     return f"{value:.2f}"
+
+
+def percent(value: float) -> str:
+    """A share in percent, without the sign."""
+    return "–" if not isfinite(value) else "over 9,999" if value >= 100 else whole(100 * value)
+
+
+def times(value: float) -> str:
+    return "never" if value == inf else f"{value:.1f}×"
 
 
 def small(value: float) -> str:
