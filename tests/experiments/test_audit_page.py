@@ -149,7 +149,8 @@ def test_the_page_tells_all_that_was_found(tmp_path: Path) -> None:
         "Rules by their worst attack, the least harmed first (4 seeds).",
         f"{odd} 3 10 [8, 12] 10 [8, 12] 1.1× [1.1×, 1.1×] 12 adaptive 0 [−2, 2] slowed",
         "Mean() 3 100 [98, 102] 100 [98, 102] never [never, never] 102 adaptive 0 [−2, 2] lost",
-        "Not audited themselves: trained under the attack found against Mean() Krum() 3 20",
+        "Not audited themselves: trained under the attack found against Mean() Krum() 3 20 [18, 22]",
+        "not audited Reading the table",
         "Mean() (f = 3) loses half of the learning or more from 2 attackers on.",
         "4, more than f 133",
         "A large constant alone does not mean harm",
@@ -179,14 +180,16 @@ def test_attackers_that_want_an_action(tmp_path: Path) -> None:
     assert f"{RULE} 3 30 [28, 32] 30 [28, 32] 1.3× [1.3×, 1.3×] 32 75 [75, 75] adaptive 0 [−2, 2] slowed" in page
 
 
-def test_a_known_attack_may_be_the_worst() -> None:
-    rule = of_rule(RULE, 0.2)
-    assert rule.known is not None
-    harmless = replace(rule, worst=rule.known)
-    assert "harms it beyond chance" not in verdict(findings(rule), rule)
-    row = summary(findings(harmless))["rules"][0]
+def test_a_known_attack_may_be_the_worst(tmp_path: Path) -> None:
+    chosen, unlucky = of_rule(RULE, 0.2), of_rule(RULE, 0.2, known=0.4)
+    chosen = replace(chosen, worst=chosen.known)
+    page = text_of(findings(chosen), tmp_path / "audit.html")
+    assert "It is a known attack: the search found none that does more harm." in page
+    assert "Worst known attack" not in page
+    row = summary(findings(chosen))["rules"][0]
     assert row["worst_attack"] == row["known_attack"] == "ALIE()"
-    assert row["lost"] == row["known_lost"]
+    page = text_of(findings(unlucky), tmp_path / "audit.html")
+    assert "On these seeds, the known attack does more harm than the one that was chosen" in page
 
 
 @pytest.mark.parametrize(

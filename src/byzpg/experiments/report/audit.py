@@ -30,6 +30,8 @@ LEGEND = {
     "worst known attack": BLUE,
     "worst attack found": ORANGE,
 }
+INTERVAL = "[95\N{NO-BREAK SPACE}%]"
+NUMBERS = (f"Lost, % {INTERVAL}", f"Lost at the end, % {INTERVAL}", f"Slowdown {INTERVAL}", "Worst seed, %")
 GUIDE = {
     "Lost": "The share of learning that is lost: the area between the learning curve of the honest federation and that "
     "of the run, over the area between the former and the return at which it starts. 0 % is no harm, and 100 % is a "
@@ -71,7 +73,8 @@ def summary(findings: Findings) -> dict[str, Any]:
     """The numbers of the page's table, ready for JSON: a row per rule in `rules`, the audited ones first.
 
     Shares are fractions. A slowdown is None if fewer than half of the seeds reach the level, and all numbers of an
-    attack are None if none was tried. Rules that were trained under the attack on another rule have `searched` False.
+    attack are None if none was tried. Rules that were trained under the attack on another rule have `searched` False
+    and no verdict.
     """
     settings = _settings(findings)
     shared = {
@@ -92,7 +95,7 @@ def summary(findings: Findings) -> dict[str, Any]:
             **shared,
             "f": found.without.num_byzantine,
             "searched": searched,
-            "verdict": found.verdict,
+            "verdict": found.verdict if searched else None,
             "lost": _as_data(numbers.get("lost")),
             "lost_at_end": _as_data(numbers.get("lost_at_end")),
             "slowdown": slowdown if slowdown is not None and isfinite(slowdown) else None,
@@ -368,7 +371,8 @@ def _attacks(findings: Findings, found: RuleFindings) -> str:
         goal = findings.plan.goal
         if np.mean(known.harm(goal)) > np.mean(worst.harm(goal)):
             parts.append(
-                "<p>On these seeds, the known attack does more harm than the one that the search chose on its own.</p>"
+                "<p>On these seeds, the known attack does more harm than the one that was chosen on the seeds of the "
+                "search.</p>"
             )
     return title + "".join(parts)
 
@@ -415,11 +419,10 @@ def _curves(findings: Findings, ranked: Sequence[RuleFindings]) -> str:
 
 def _ranking(findings: Findings, ranked: Sequence[RuleFindings]) -> str:
     targeted = findings.plan.goal == "target"
-    head = ["Rule", "f", "Lost, % [95 %]", "Lost at the end, % [95 %]", "Slowdown [95 %]", "Worst seed, %"]
-    head += ["Wanted action, % of steps [95 %]"] * targeted
-    head += ["Worst attack", "Without attackers, % lost [95 %]", "Verdict"]
+    head = ["Rule", "f", *NUMBERS, *([f"Wanted action, % of steps {INTERVAL}"] * targeted)]
+    head += ["Worst attack", f"Without attackers, % lost {INTERVAL}", "Verdict"]
 
-    def row(found: RuleFindings) -> str:
+    def row(found: RuleFindings, *, searched: bool) -> str:
         worst = found.worst
         cells = [escape(found.rule), f"{found.without.num_byzantine}"]
         if worst is None:
@@ -430,19 +433,21 @@ def _ranking(findings: Findings, ranked: Sequence[RuleFindings]) -> str:
                 cells.append(with_interval(estimate(worst.targeted, np.mean), percent))
             cells.append(escape(_family(worst.attack or "–")))
         cells.append(with_interval(found.without.estimates()["lost"], percent))
+        if not searched:  # harmless is what such a rule is under an attack on another rule
+            return row_of(*cells, "not audited")
         tone = {"unharmed": "good", "crippled": "bad", "lost": "bad"}.get(found.verdict, "")
         return row_of(*cells, f"<span class='{tone}'>{found.verdict}</span>")
 
     beside = "Not audited themselves: trained under the attack found against " + findings.rules[0].rule
-    groups = {"Audited" if findings.beside else "": list(map(row, ranked))}
+    groups = {"Audited" if findings.beside else "": [row(each, searched=True) for each in ranked]}
     if findings.beside:
-        groups[escape(beside)] = list(map(row, _ranked(findings, findings.beside)))
+        groups[escape(beside)] = [row(each, searched=False) for each in _ranked(findings, findings.beside)]
     caption = f"Rules by their worst attack, the least harmed first ({_number_of_seeds(findings)})."
     return table(caption, head, groups) + guide("Reading the table", GUIDE)
 
 
 def _numbers(measured: Measured) -> list[str]:
-    """Cells: lost, lost at the end, slowdown, and the worst seed."""
+    """The cells below the headings NUMBERS."""
     found = measured.estimates()
     return [
         with_interval(found["lost"], percent),
@@ -477,7 +482,7 @@ def _breaking(findings: Findings, ranked: Sequence[RuleFindings]) -> str:
             f"{found.rule} (f = {bound}) loses half of the learning or more "
             + (f"from {min(broken)} attackers on." if broken else f"with none of 0 to {max(lost)} attackers.")
         )
-    head = ["Attackers", "Lost, % [95 %]", "Lost at the end, % [95 %]", "Slowdown [95 %]", "Worst seed, %"]
+    head = ["Attackers", *NUMBERS]
     caption = f"The worst attack found, by other numbers of attackers ({_number_of_seeds(findings)})."
     about = "Means with 95 % bootstrap intervals. The rule is told the number of attackers, at most f."
     shape = "pair" if len(drawn) in (1, 2, 4) else ""
