@@ -128,7 +128,8 @@ class Adaptive(MessageAttack):
         message = mean + (self.actor if knowledge.block == 0 else self.critic) * push
         since = knowledge.iteration - self.start
         strikes = (since >= 0) & (jnp.mod(since, self.period) < self.duty * self.period)
-        return jnp.where(strikes, message, jnp.where(self.silent > 0.5, jnp.nan, truth))
+        between = jnp.where((since >= 0) & (self.silent > 0.5), jnp.nan, truth)
+        return jnp.where(strikes, message, between)
 
 
 @dataclass(frozen=True)
