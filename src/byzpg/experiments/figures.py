@@ -43,8 +43,8 @@ from byzpg.experiments.summaries import (
     run_means,
 )
 
-# Distinct for every kind of colour vision (Okabe & Ito 2008). Their yellow is left out: it is too pale for lines.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+# Distinct for every kind of colour vision (Okabe & Ito 2008). Their yellow is too pale for lines: the last is by Tol.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#882255")
 # The three tones of everything that is not data. Nothing else uses them, so that a page can replace them by its own.
 INK, MUTED, GRID = "#1A1B1C", "#737475", "#EAEBEC"
 STYLE: dict[Any, Any] = {
