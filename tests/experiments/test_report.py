@@ -819,6 +819,7 @@ def test_links_and_ids_are_sound(open_page: Callable[..., Page]) -> None:
     targets = page.evaluate("[...document.querySelectorAll('a[href]')].map(e => e.getAttribute('href').slice(1))")
     within = page.evaluate("[...document.querySelectorAll('svg use')].map(e => e.href.baseVal.slice(1))")
     clips = re.findall(r"url\(#(\w+)\)", page.content())
+    assert set(re.findall(r"var\((--c\d)\)", page.content())) == set(re.findall(r"(--c\d):", page.content()))
     assert targets
     assert within
     assert clips
