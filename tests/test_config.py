@@ -267,8 +267,8 @@ def test_the_epsilon_of_a_preset_is_for_adam_alone() -> None:
 @pytest.mark.parametrize(("env", "large_batch"), [("CartPole-v1", 15), ("LunarLander-v3", 45)])
 def test_messages_are_not_scaled_where_small_batches_correct_them(env: str, large_batch: int) -> None:
     """`tuned` trains with small batches too, whether an option or the algorithm asks for them."""
-    for given in ({"switch_probability": 0.2}, {"algorithm": "FedPG-BR"}):
-        settings = Config(env=env, **given).resolved()
+    for config in (Config(env=env, switch_probability=0.2), Config(env=env, algorithm="FedPG-BR")):
+        settings = config.resolved()
         assert (settings.optimizer, settings.momentum, settings.decay) == ("adam", 0.0, 0.0)
         assert (settings.large_batch, settings.switch_probability) == (large_batch, 0.2)
     assert Config(env=env, switch_probability=1).resolved() == Config(env=env).resolved()
