@@ -294,7 +294,7 @@ def _apart(each: Comparison) -> str:
         parts.append(
             f"the published mean reaches {level:g} by {each.published_reach()[1]:,.0f} trajectories, ours {when}"
         )
-    if each.ends_lower() or each.withstands_more():
+    if each.ends_lower() or each.withstands_more() or not parts:  # a curve to repeat may also end too high
         seen = f"at {whole(theirs)}" if isfinite(theirs) else "below the axes"
         ours = f"{spread(returns_at(each.result, each.end))} after {each.end:,.0f} trajectories"
         parts.append(f"the published mean ends {seen}, ours at {ours}")
