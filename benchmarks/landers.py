@@ -20,6 +20,7 @@ import numpy as np
 
 from byzpg import Config, train
 from byzpg._files import write_atomically
+from byzpg.config import ADAM_BEHIND_RULE
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 ENVS = ("LunarLander-v3", "envpool:LunarLander-v3")
@@ -41,7 +42,8 @@ def run(env: str, trajectories: int, results: Path) -> None:
             flush=True,
         )
 
-    shared = Config(attack="AvgZero", step_size=3e-3, num_seeds=NUM_SEEDS, seed=FIRST_SEED)
+    settings = ADAM_BEHIND_RULE | {"large_batch": 45, "step_size": 3e-3}
+    shared = Config(attack="AvgZero", num_seeds=NUM_SEEDS, seed=FIRST_SEED, **settings)
     config = replace(shared, env=env, trajectories=trajectories)
     done = train(config, on_progress=say)
     arrays = {

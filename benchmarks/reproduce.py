@@ -1,6 +1,6 @@
 """The time of whole grids of experiments, compilation included: `byzpg reproduce` without its pictures.
 
-    python benchmarks/reproduce.py cartpole                      # 24 cells of 10 seeds, 8,000 trajectories per agent
+    python benchmarks/reproduce.py cartpole                      # 24 cells of 10 seeds
     python benchmarks/reproduce.py lunarlander --output results  # keeps lunarlander-tuned.npz for `byzpg report`
     python benchmarks/reproduce.py cartpole --seeds 1 --trajectories 30    # a quick check
 

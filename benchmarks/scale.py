@@ -380,12 +380,12 @@ def large(arguments: argparse.Namespace) -> None:
 
 
 def measure_devices(num_seeds: int, num_agents: int, port: int, processes: int, process: int) -> None:
-    from byzpg.config import Config
+    from byzpg.config import ADAM_BEHIND_RULE, Config
     from byzpg.federation.devices import Hardware
 
     several = (f"127.0.0.1:{port}", processes, process) if processes > 1 else (None, None, None)
     Hardware(1, *several).start()
-    config = Config(num_agents=num_agents, num_seeds=num_seeds, attack="LargeNoise")
+    config = Config(num_agents=num_agents, num_seeds=num_seeds, attack="LargeNoise", large_batch=15, **ADAM_BEHIND_RULE)
     simulation = simulated(config)
     shape = tuple(simulation._mesh().shape.values())
     print(json.dumps({"seconds": timed(simulation, 8, 5), "mesh": shape}))

@@ -23,12 +23,12 @@ from dataclasses import replace
 from itertools import islice, product
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from byzpg import Config, Run, training
+from byzpg.config import ADAM_AT_AGENTS, ADAM_BEHIND_RULE
 from byzpg.experiments.paper import FIVE_ATTACKS, PAPER_ATTACKS
 from byzpg.experiments.statistics import smooth_on_grid
 from byzpg.runs import RunDirectory, provenance
@@ -44,13 +44,8 @@ def under(config: Config, attacks: tuple[str, ...]) -> dict[str, Config]:
     return {attack: replace(config, num_byzantine=3, attack=attack) for attack in attacks}
 
 
-# Both sides of a comparison have the same choices: with momentum and without it, Adam at the agents.
-AGENTS: dict[str, Any] = {"optimizer": "local-adam", "adam_epsilon": 1e-5}
-BEHIND: dict[str, Any] = {"optimizer": "adam", "adam_epsilon": 1e-8, "momentum": 0.0, "decay": 0.0}  # behind the rule
-
-
 def cartpole() -> Iterator[Table]:
-    shared = Config(algorithm="ByzPG", num_seeds=10, seed=100, trajectories=600, **AGENTS)
+    shared = Config(algorithm="ByzPG", num_seeds=10, seed=100, trajectories=600, **ADAM_AT_AGENTS)
     for large_batch in (6, 10, 15):
         yield _poles(replace(shared, large_batch=large_batch), product((0.0, 0.8), (1e-2, 2e-2, 4e-2), (0.0, 0.9)))
 
@@ -66,15 +61,15 @@ def _poles(shared: Config, choices: Iterable[tuple[float, ...]]) -> Table:
 
 def variance() -> Iterator[Table]:
     """Nine settings of every way. PAGE corrects sums of gradients, so that its agents cannot scale them."""
-    shared = Config(num_seeds=10, seed=100, trajectories=600, **BEHIND)
+    shared = Config(num_seeds=10, seed=100, trajectories=600, **ADAM_BEHIND_RULE)
     page = replace(shared, switch_probability=0.25, small_batch=4)
     large, small, larger = (15, 10, 6), (24, 15, 10), (1e-2, 2e-2, 4e-2)
     ways: dict[str, tuple[Config, tuple[int, ...], tuple[float, ...]]] = {
         "no momentum": (shared, large, (5e-3, 1e-2, 2e-2)),
         "momentum": (replace(shared, momentum=0.8), large, (5e-3, 1e-2, 2e-2)),
         "momentum, transport": (replace(shared, momentum=0.8, transport=True), large, (5e-3, 1e-2, 2e-2)),
-        "no momentum, Adam at the agents": (replace(shared, **AGENTS), large, larger),
-        "momentum, Adam at the agents": (replace(shared, momentum=0.8, **AGENTS), large, larger),
+        "no momentum, Adam at the agents": (replace(shared, **ADAM_AT_AGENTS), large, larger),
+        "momentum, Adam at the agents": (replace(shared, momentum=0.8, **ADAM_AT_AGENTS), large, larger),
         "PAGE, per decision": (
             replace(page, importance="ImportanceWeights(mode='per-decision')"),
             small,
@@ -97,7 +92,7 @@ def variance() -> Iterator[Table]:
 
 
 def lunarlander() -> Iterator[Table]:
-    shared = Config(env="LunarLander-v3", algorithm="ByzPG", num_seeds=4, seed=100, trajectories=2000, **AGENTS)
+    shared = Config(env="LunarLander-v3", algorithm="ByzPG", num_seeds=4, seed=100, trajectories=2000, **ADAM_AT_AGENTS)
 
     def table(shared: Config, choices: Iterable[tuple[float, ...]]) -> Table:
         return {
@@ -122,7 +117,7 @@ def lunarlander() -> Iterator[Table]:
 
 def peers(shared: Config, batches: tuple[tuple[int, int], ...], steps: tuple[float, ...]) -> Iterator[Table]:
     """SVRPG and FedPG-BR, in one program per pair of batches (N, B)."""
-    shared = replace(shared, switch_probability=0.2, **BEHIND)
+    shared = replace(shared, switch_probability=0.2, **ADAM_BEHIND_RULE)
     weights = ("ImportanceWeights(cap=1.0)", "ImportanceWeights(mode='per-decision')")
     for large_batch, small_batch in batches:
         each = replace(shared, large_batch=large_batch, small_batch=small_batch)
@@ -137,7 +132,7 @@ def peers(shared: Config, batches: tuple[tuple[int, int], ...], steps: tuple[flo
 
 def radii(shared: Config) -> Table:
     """FedPG-BR's filter with a radius of its own, next to the one that follows from the messages."""
-    shared = replace(shared, algorithm="FedPG-BR", switch_probability=0.2, **BEHIND)
+    shared = replace(shared, algorithm="FedPG-BR", switch_probability=0.2, **ADAM_BEHIND_RULE)
     filters = ("FedPGFilter()", *(f"FedPGFilter(radius={radius})" for radius in (3.0, 10.0, 30.0, 100.0)))
     return {
         f"{rule}, η = {step_size:g}": under(replace(shared, aggregator=rule, step_size=step_size), PAPER_ATTACKS)

@@ -60,11 +60,13 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "output": "last",
     },
     "tuned": {
-        "optimizer": "adam",
-        "step_size": 1.2e-2,
-        "adam_epsilon": 0.03,
+        "optimizer": "local-adam",
+        "step_size": 4e-2,
+        "decay": 0.9,
+        "adam_epsilon": 1e-5,
         "large_batch": 6,
         "momentum": 0.8,
+        "trajectories": 600,
         "switch_probability": 1.0,
         "output_tanh": False,
         "estimator": GPOMDP(baseline="leave-one-out"),
@@ -258,8 +260,20 @@ def test_ppo_alone_has_a_preset_of_its_own() -> None:
 
 
 def test_the_epsilon_of_a_preset_is_for_adam_alone() -> None:
-    assert Config().resolved().adam_epsilon == 0.03
+    assert Config().resolved().adam_epsilon == 1e-5
     assert Config(optimizer="sgd").resolved().adam_epsilon == 1e-8
+
+
+@pytest.mark.parametrize(("env", "large_batch"), [("CartPole-v1", 15), ("LunarLander-v3", 45)])
+def test_messages_are_not_scaled_where_small_batches_correct_them(env: str, large_batch: int) -> None:
+    """`tuned` trains with small batches too, whether an option or the algorithm asks for them."""
+    for config in (Config(env=env, switch_probability=0.2), Config(env=env, algorithm="FedPG-BR")):
+        settings = config.resolved()
+        assert (settings.optimizer, settings.momentum, settings.decay) == ("adam", 0.0, 0.0)
+        assert (settings.large_batch, settings.switch_probability) == (large_batch, 0.2)
+    assert Config(env=env, switch_probability=1).resolved() == Config(env=env).resolved()
+    with pytest.raises(ValueError, match="which small batches cannot correct"):
+        Config(env=env, switch_probability=0.2, optimizer="local-adam").resolved()
 
 
 def test_a_small_batch_left_out_is_never_the_larger_one() -> None:

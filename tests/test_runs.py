@@ -25,8 +25,8 @@ from byzpg.runs import RunDirectory
 from byzpg.training import BLOCK, Progress, iterations_to_run, simulation_of
 
 # Every test uses this one federation, so that it is compiled once. Attackers, their messages and play are drawn anew
-# in every iteration, Adam counts iterations, and seeds toss coins of their own: whatever a resumed run restores
-# wrongly, it shows.
+# in every iteration, Adam counts iterations, agents have histories, and seeds toss coins of their own: whatever a
+# resumed run restores wrongly, it shows.
 TINY = Config(
     num_agents=5,
     num_byzantine=1,
@@ -38,6 +38,8 @@ TINY = Config(
     large_batch=6,
     small_batch=2,
     switch_probability=0.2,
+    momentum=0.8,
+    decay=0.0,
     horizon=20,
     trajectories=60,
 )

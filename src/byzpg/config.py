@@ -123,14 +123,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-ADAM_AT_AGENTS: dict[str, Any] = {"optimizer": "local-adam", "adam_epsilon": 1e-5, "momentum": 0.8}
-ADAM_ALONE: dict[str, Any] = {"optimizer": "adam", "adam_epsilon": ADAM_EPSILON, "momentum": 0.0, "decay": 0.0}
+# Whether agents scale their messages or Adam scales what the rule makes of them.
+ADAM_AT_AGENTS: dict[str, Any] = {"optimizer": "local-adam", "adam_epsilon": 1e-5}
+ADAM_BEHIND_RULE: dict[str, Any] = {"optimizer": "adam", "adam_epsilon": ADAM_EPSILON, "momentum": 0.0, "decay": 0.0}
 
 # What presets change in some tasks.
 PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
-        "CartPole-v1": ADAM_AT_AGENTS | {"large_batch": 6, "step_size": 4e-2, "decay": 0.9, "trajectories": 600},
-        "LunarLander-v3": ADAM_AT_AGENTS | {"large_batch": 30, "step_size": 2e-2, "decay": 0.7, "trajectories": 2000},
+        "CartPole-v1": ADAM_AT_AGENTS
+        | {"momentum": 0.8, "large_batch": 6, "step_size": 4e-2, "decay": 0.9, "trajectories": 600},
+        "LunarLander-v3": ADAM_AT_AGENTS
+        | {"momentum": 0.8, "large_batch": 30, "step_size": 2e-2, "decay": 0.7, "trajectories": 2000},
         "Pendulum-v1": {"large_batch": 20, "discount": 0.99},
     },
     "paper": {"LunarLander-v3": {"step_size": 1e-3}},
@@ -138,11 +141,12 @@ PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
     "script": {"LunarLander-v3": {"step_size": 1e-3}},
 }
 
-# What presets change in some tasks for one agent alone, whose gradients are not averaged with others.
-PRESETS_ALONE: dict[str, dict[str, dict[str, Any]]] = {
+# What presets change in some tasks where agents do not scale their messages: for one agent alone, whose gradients are
+# not averaged with others, and with small batches, which correct sums of gradients as they are.
+PRESETS_UNSCALED: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
-        "CartPole-v1": ADAM_ALONE | {"large_batch": 15, "step_size": 2e-2, "trajectories": 1200},
-        "LunarLander-v3": ADAM_ALONE | {"large_batch": 45, "step_size": 5e-3, "trajectories": 5000},
+        "CartPole-v1": ADAM_BEHIND_RULE | {"large_batch": 15, "step_size": 2e-2, "trajectories": 1200},
+        "LunarLander-v3": ADAM_BEHIND_RULE | {"large_batch": 45, "step_size": 5e-3, "trajectories": 5000},
     },
 }
 
@@ -162,13 +166,7 @@ MUJOCO_ALONE: dict[str, Any] = {
 }
 # What the tuned preset says about algorithms with a critic, for every task and for some. docs/results/README.md says
 # on which seeds they were chosen, and which are only where to start from.
-PPO_DEFAULTS: dict[str, Any] = {
-    "steps": 500_000,
-    "optimizer": "local-adam",
-    "step_size": 1e-2,
-    "momentum": 0.9,
-    "adam_epsilon": 1e-5,
-}
+PPO_DEFAULTS: dict[str, Any] = ADAM_AT_AGENTS | {"steps": 500_000, "step_size": 1e-2, "momentum": 0.9}
 PPO_BY_TASK: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
         "steps": 20_480,
@@ -465,7 +463,7 @@ class Config:
             raise ValueError(unknown("preset", preset, PRESETS))
         task = find_task(env)
         values = {
-            **_task_defaults(env, preset, name),
+            **_task_defaults(env, preset, name, self.switch_probability),
             **ALGORITHMS[name].defaults,
             **ALGORITHMS[name].fixed,
             **self.neutral_options(name),
@@ -611,8 +609,11 @@ def _algorithm_name(text: str) -> str:
     raise ValueError(unknown("algorithm", text, ALGORITHMS))
 
 
-def _task_defaults(env: str, preset: str, algorithm_name: str) -> dict[str, Any]:
-    """What a preset says about a task, wherever the task is played (CartPole-v1, gymnasium:CartPole-v1)."""
+def _task_defaults(env: str, preset: str, algorithm_name: str, switch_probability: object) -> dict[str, Any]:
+    """What a preset says about a task, wherever the task is played (CartPole-v1, gymnasium:CartPole-v1).
+
+    The probability of a large batch may be left out (None).
+    """
     name, algorithm = env.rpartition(":")[2], ALGORITHMS[algorithm_name]
     values = TASKS.get(name, OTHER_TASKS) | PRESETS[preset] | PRESETS_BY_TASK[preset].get(name, {})
     if algorithm.agent.unit == "steps":
@@ -620,7 +621,9 @@ def _task_defaults(env: str, preset: str, algorithm_name: str) -> dict[str, Any]
             raise ValueError(f"preset = {preset} is for the paper's algorithms, not for {algorithm_name}: use tuned.")
         alone = PPO_ALONE_DEFAULTS | PPO_ALONE.get(name, {}) if algorithm.single else {}
         return values | PPO_DEFAULTS | PPO_BY_TASK.get(name, {}) | alone
-    return values | (PRESETS_ALONE.get(preset, {}).get(name, {}) if algorithm.single else {})
+    probability = switch_probability or algorithm.defaults.get("switch_probability", values["switch_probability"])
+    unscaled = algorithm.single or probability != 1
+    return values | (PRESETS_UNSCALED.get(preset, {}).get(name, {}) if unscaled else {})
 
 
 def _most_tolerated(values: dict[str, Any]) -> int:

@@ -316,7 +316,7 @@ def test_curves_are_named_after_what_tells_them_apart() -> None:
         curves({first: a_run(page), second: a_run(replace(page, switch_probability=1.0))})[1]
         == f"{estimator}, no momentum"
     )
-    without = f"{estimator}, momentum 0.8, p = 1, so without small batches and the PAGE correction"
+    without = f"{estimator}, momentum 0.8, Adam at the agents, p = 1, so without small batches and the PAGE correction"
     assert curves({first: a_run(plain)})[1] == without
     assert without in str(runs_table({first: a_run(plain)}, with_paths=False).caption)
 

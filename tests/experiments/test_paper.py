@@ -40,6 +40,10 @@ def everything() -> Any:
     return grid(["all", "beyond"], Scope())
 
 
+# Trajectories per agent of the tuned preset: of federations, of one agent alone, and of peers.
+LENGTHS = {"CartPole-v1": (600, 1200, 2000), "LunarLander-v3": (2000, 5000, 5000)}
+
+
 def test_figures_have_the_papers_methods_and_published_curves(everything: Any) -> None:
     figures = [experiment for experiment in everything.experiments if experiment.name.startswith("fig")]
     assert [figure.name for figure in figures] == [f"fig{number}" for number in range(1, 7)]
@@ -57,7 +61,8 @@ def test_figures_have_the_papers_methods_and_published_curves(everything: Any) -
                 assert settings.num_byzantine == (3 if "3/13" in setting else 0)
                 if settings.num_byzantine:
                     assert type(settings.attack).__name__ == panel.title
-                assert (settings.seeds, settings.trajectories) == (tuple(range(2000, 2010)), 8000)
+                kind = 2 if settings.algorithm in PEERS else int(settings.num_agents == 1)
+                assert (settings.seeds, settings.trajectories) == (tuple(range(2000, 2010)), LENGTHS[panel.task][kind])
 
 
 def test_published_curves_are_known_where_they_can_be_seen() -> None:
@@ -103,6 +108,7 @@ def test_every_preset_has_every_figure(preset: Any) -> None:
     planned = {(each.env, each.algorithm) for each in settings}
     assert planned >= set(product(("CartPole-v1", "LunarLander-v3"), of_the_paper))
     assert {each.preset for each in settings} == {preset}
+    assert preset == "tuned" or {each.trajectories for each in settings} == {8000}, "as long as the published curves"
     peers = set() if preset == "theory" else set(product(("CartPole-v1", "LunarLander-v3"), PEERS))
     assert {pair for pair in planned if pair[1] in PEERS} == peers, "no theorem of the paper has their step sizes"
     for accepting in (Scope, Reproduce):

@@ -19,7 +19,7 @@ KEY = jax.random.key(0)
 
 
 def agent(**options: Any) -> Agent:
-    tiny: dict[str, Any] = {"hidden": (3,), "step_size": STEP, "horizon": 10}
+    tiny: dict[str, Any] = {"hidden": (3,), "step_size": STEP, "horizon": 10, "optimizer": "adam", "decay": 0.0}
     return Config(**(tiny | options)).resolved().federation().agent
 
 

@@ -247,7 +247,7 @@ class Demo:
         figure = figures.learning_curves(
             [figures.Curve(name, run.progress, run.returns) for name, run in runs.items()],
             f"{settings.env}, {len(manifest.members)} members{attacker}",
-            subtitle=", ".join(gradient_estimate(settings)),
+            subtitle=", ".join(filter(None, gradient_estimate(settings))),
             reference_level=envs.make(settings.env).reward_threshold,
             reference_name="counts as solved",
             what="return of a member's own episodes",

@@ -53,7 +53,8 @@ class Reproduce:
     seed: int = REPORTED_SEED
     """First seed."""
     trajectories: int | None = None
-    """Number of trajectories per agent. Default: 8,000 as in the paper; fewer in the experiments beyond it."""
+    """Number of trajectories per agent. Default: those of the preset with tuned, otherwise 8,000 as in the paper; some
+    experiments have a length of their own."""
     steps: int | None = None
     """Number of environment steps per agent, in place of trajectories for joining. Default: those of the preset, of
     which a single agent has more."""

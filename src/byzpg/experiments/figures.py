@@ -43,8 +43,8 @@ from byzpg.experiments.summaries import (
     run_means,
 )
 
-# Distinct for every kind of colour vision (Okabe & Ito 2008). Their yellow is left out: it is too pale for lines.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+# Distinct for every kind of colour vision (Okabe & Ito 2008). Their yellow is too pale for lines: the last is by Tol.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#882255")
 # The three tones of everything that is not data. Nothing else uses them, so that a page can replace them by its own.
 INK, MUTED, GRID = "#1A1B1C", "#737475", "#EAEBEC"
 STYLE: dict[Any, Any] = {
@@ -489,12 +489,12 @@ def _draw_reach(axes: Axes, panel: Panel, runs: Mapping[str, Result], colours: M
     axes.set_xlabel("number of agents K")
     axes.set_ylabel(f"{runs[panel.cells[0].run].settings.unit} per agent")
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_minor_formatter(_every_second_label)
+    axes.yaxis.set_minor_formatter(_few_labels)
 
 
-def _every_second_label(value: float, _: object) -> str:
-    """The labels 2 and 5 between powers of ten, which may be all there is on an axis."""
-    return f"{value:,.0f}" if f"{value:e}"[0] in "25" else ""
+def _few_labels(value: float, _: object) -> str:
+    """The labels 2, 3 and 5 between powers of ten, which may be all there is on an axis."""
+    return f"{value:,.0f}" if f"{value:e}"[0] in "235" else ""
 
 
 def _axes_of_table(panel: Panel) -> tuple[list[str], list[str]]:

@@ -15,7 +15,15 @@ import numpy as np
 
 from byzpg._files import write_atomically
 from byzpg.config import PAPER, Settings
-from byzpg.experiments.paper import CARTPOLE, LUNARLANDER, Cell, Experiment, Panel, published_curves
+from byzpg.experiments.paper import (
+    CARTPOLE,
+    LUNARLANDER,
+    PUBLISHED_LENGTH,
+    Cell,
+    Experiment,
+    Panel,
+    published_curves,
+)
 from byzpg.experiments.results import Result
 from byzpg.experiments.statistics import (
     Runs,
@@ -48,19 +56,18 @@ RESCALED_ROUNDING = 1e-7
 # How the curves came about
 
 
-def gradient_estimate(settings: Settings) -> tuple[str, str, str]:
-    """How agents estimate gradients: estimator, momentum and p; of PPO, its batches.
+def gradient_estimate(settings: Settings) -> tuple[str, str, str, str]:
+    """What agents send: estimator, momentum, how it is scaled ("" if it is not), and p; of PPO, its batches.
 
     With p = 1, no algorithm uses the PAGE correction.
     """
     momentum = f"momentum {settings.momentum:g}" if settings.momentum else "no momentum"
-    if settings.optimizer == "local-adam":
-        momentum += " and Adam at the agents"
+    scaling = "Adam at the agents" if settings.optimizer == "local-adam" else ""
     if settings.has_critic:
         learner = settings.ppo
         played = f"{learner.environments} × {learner.segment} steps per iteration"
-        return "PPO", momentum, f"{played}, {learner.num_updates} updates"
-    return str(settings.estimator).removesuffix("()"), momentum, f"p = {settings.switch_probability:g}"
+        return "PPO", momentum, scaling, f"{played}, {learner.num_updates} updates"
+    return str(settings.estimator).removesuffix("()"), momentum, scaling, f"p = {settings.switch_probability:g}"
 
 
 def estimates_apart(settings: Sequence[Settings]) -> tuple[list[list[str]], str]:
@@ -69,8 +76,8 @@ def estimates_apart(settings: Sequence[Settings]) -> tuple[list[list[str]], str]
     Every curve is shown with both, because with p = 1 a method that is called PAGE-PG does not use PAGE.
     """
     estimates = [gradient_estimate(each) for each in settings]
-    common = [parts[0] for parts in zip(*estimates, strict=True) if len(set(parts)) == 1]
-    telling = [[part for part in each if part not in common] for each in estimates]
+    common = [parts[0] for parts in zip(*estimates, strict=True) if len(set(parts)) == 1 and parts[0]]
+    telling = [[part for part in each if part and part not in common] for each in estimates]
     if all(each.switch_probability == 1 and not each.has_critic for each in settings):
         common.append("so without small batches and the PAGE correction")
     return telling, ", ".join(common)
@@ -88,8 +95,8 @@ def curve_names(experiment: Experiment, runs: Mapping[str, Result]) -> tuple[dic
     telling, common = estimates_apart([runs[cell.run].settings for cell in cells])
     by_label: dict[str, dict[str, None]] = {}
     for cell, parts in zip(cells, telling, strict=True):
-        momentum = gradient_estimate(runs[cell.run].settings)[1]  # may differ by task, so a sentence tells it
-        by_label.setdefault(cell.label, {}).update(dict.fromkeys(part for part in parts if part != momentum))
+        by_task = gradient_estimate(runs[cell.run].settings)[1:3]  # sentences tell them
+        by_label.setdefault(cell.label, {}).update(dict.fromkeys(part for part in parts if part not in by_task))
     published = any(panel.published for panel in experiment.panels)
     sentences = [f"{'Ours' if published else 'All runs'}: {common}."] if common else []
     if published:
@@ -105,16 +112,16 @@ def curve_names(experiment: Experiment, runs: Mapping[str, Result]) -> tuple[dic
 
 
 def _momenta(experiment: Experiment, runs: Mapping[str, Result]) -> list[str]:
-    """Which curves have momentum, by task, unless all of them have the same or their labels say so themselves."""
+    """Which curves have momentum and Adam at the agents, by task, unless all are alike or their labels say so."""
     labels: dict[tuple[str, str], dict[str, None]] = {}
     for panel in experiment.panels:
         for cell in panel.cells:
-            momentum = gradient_estimate(runs[cell.run].settings)[1]
-            if momentum not in cell.label:
-                labels.setdefault((panel.task, momentum), {})[cell.label] = None
-    if len({momentum for _, momentum in labels}) <= 1:
+            parts = gradient_estimate(runs[cell.run].settings)[1:3]
+            if untold := " and ".join(part for part in parts if part not in cell.label):
+                labels.setdefault((panel.task, untold), {})[cell.label] = None
+    if len({untold for _, untold in labels}) <= 1:
         return []
-    return [f"{task}, {momentum}: {', '.join(of)}." for (task, momentum), of in labels.items()]
+    return [f"{task}, {untold}: {', '.join(of)}." for (task, untold), of in labels.items()]
 
 
 def shows_rounding(settings: Settings) -> bool:
@@ -333,12 +340,17 @@ class Comparison:
 
     @property
     def end(self) -> float:
-        """The last number of trajectories that both curves reach."""
-        return float(min(8000.0, self.result.progress[-1]))
+        """The trajectories at which ours is compared: the last that it reaches, if the published curve does too."""
+        return float(min(PUBLISHED_LENGTH, self.result.progress[-1]))
 
     def published_end(self) -> float:
-        """The published return at the end; NaN if it is not visible."""
-        near = (self.trajectories <= self.end) & (self.trajectories > self.end - 2 * PUBLISHED_SPACING)
+        """The published return to compare with ours; NaN if it is not visible.
+
+        It is the one at the same number of trajectories. Runs of the tuned preset are short because they learn fast and
+        end with small steps, so that their last return is compared with the last published one.
+        """
+        end = PUBLISHED_LENGTH if self.result.settings.preset == "tuned" else self.end
+        near = (self.trajectories <= end) & (self.trajectories > end - 2 * PUBLISHED_SPACING)
         return float(self.returns[near][-1]) if np.any(near) else nan
 
     def reached_later(self) -> bool:
@@ -380,36 +392,30 @@ def comparisons(experiments: Sequence[Experiment], runs: Mapping[str, Result]) -
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """A mean return that a robust method under attack should reach by, or have at, some number of trajectories."""
+    """A mean return that a robust method under attack should reach within some number of trajectories."""
 
     of: Comparison
     level: float
     trajectories: float
-    at: bool = False  # the return counts at that point, not the best one before
 
     def seeds(self) -> np.ndarray:
         """Which seeds reach the goal in time [seed]."""
-        result = self.of.result
-        if self.at:
-            far = result.progress[-1] > self.trajectories - PUBLISHED_SPACING
-            return far & (returns_at(result, self.trajectories) >= self.level)
-        times = trajectories_to_reach(result.progress, result.returns, self.level, WINDOW)
-        return times <= self.trajectories
+        return trajectories_to_level(self.of.result, self.level) <= self.trajectories
 
     def met(self) -> bool:
         """Whether the mean over seeds reaches the goal in time."""
-        mean = {"return_mean": np.mean(self.of.result.returns, axis=0, keepdims=True, dtype=float)}
-        one = replace(self, of=replace(self.of, result=replace(self.of.result, metrics=mean)))
-        return bool(one.seeds()[0])
+        return mean_reaches(self.of.result, self.level) <= self.trajectories
+
+
+# The goals of the tuned preset, by task: a return, and the trajectories per agent within which it is to be reached.
+GOALS = {CARTPOLE: ((475.0, 250.0),), LUNARLANDER: ((200.0, 1300.0), (250.0, 2000.0))}
 
 
 def goals(found: Sequence[Comparison]) -> Iterator[Goal]:
-    """The goals of every robust method under attack in the paper's figures; only the tuned preset has goals."""
+    """The goals of every robust method under attack in the paper's figures whose run is long enough to decide them."""
     for each in found:
         settings = each.result.settings
         if settings.num_attackers and ALGORITHMS[settings.algorithm].robust and settings.preset == "tuned":
-            if each.panel.task == CARTPOLE:
-                yield Goal(each, 475.0, 1500.0)
-            else:
-                yield Goal(each, 200.0, 5000.0)
-                yield Goal(each, 250.0, 8000.0, at=True)
+            for level, trajectories in GOALS[each.panel.task]:
+                if each.result.progress[-1] >= trajectories:
+                    yield Goal(each, level, trajectories)

@@ -239,16 +239,10 @@ def _place(each: Comparison) -> str:
 
 
 def _missed(goal: Goal) -> str:
-    result, when = goal.of.result, "at" if goal.at else "by"
-    wanted = (
-        f"{_place(goal.of)}: a mean return of {goal.level:g} {when} {goal.trajectories:,.0f} trajectories per agent."
-    )
-    if goal.at:
-        ours = f"has {spread(returns_at(result, goal.trajectories))}"
-    else:
-        reached = mean_reaches(result, goal.level)
-        end = result.progress[-1]
-        ours = f"reaches it at {reached:,.0f}" if reached < inf else f"does not reach it by {end:,.0f}"
+    result = goal.of.result
+    wanted = f"{_place(goal.of)}: a mean return of {goal.level:g} by {goal.trajectories:,.0f} trajectories per agent."
+    reached, end = mean_reaches(result, goal.level), result.progress[-1]
+    ours = f"reaches it at {reached:,.0f}" if reached < inf else f"does not reach it by {end:,.0f}"
     return f"{wanted} Ours {ours}; {np.sum(goal.seeds())} of {len(result.returns)} seeds do so in time."
 
 
@@ -262,9 +256,10 @@ def _apart(each: Comparison) -> str:
         parts.append(
             f"the published mean reaches {level:g} by {each.published_reach()[1]:,.0f} trajectories, ours {when}"
         )
-    if each.ends_lower() or each.withstands_more():
+    if each.ends_lower() or each.withstands_more() or not parts:  # a curve to repeat may also end too high
         seen = f"at {whole(theirs)}" if isfinite(theirs) else "below the axes"
-        parts.append(f"the published mean ends {seen}, ours at {spread(returns_at(each.result, each.end))}")
+        ours = f"{spread(returns_at(each.result, each.end))} after {each.end:,.0f} trajectories"
+        parts.append(f"the published mean ends {seen}, ours at {ours}")
     if each.withstands_more():
         parts.append("so the attack hurts plain averaging less here")
     return f"{_place(each)}: {', '.join(parts)}."

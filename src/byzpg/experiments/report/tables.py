@@ -46,7 +46,10 @@ LONG_TABLE = 16  # rows; a longer table is folded
 # The options that may differ between presets, and those of them that have no effect if all batches are large.
 OPTIONS = {
     "optimizer": "optimizer",
+    "adam_epsilon": "Adam's ε",
+    "momentum": "momentum β",
     "step_size": "step size η",
+    "decay": "decay of the step size",
     "large_batch": "large batch N",
     "small_batch": "small batch B",
     "switch_probability": "probability p of a large batch",
@@ -101,7 +104,10 @@ def published_tables(found: Sequence[Comparison], anchors: Mapping[str, str]) ->
         f"CartPole: trajectories per agent until the mean curve reaches {LEVELS[CARTPOLE]:g}. The published curves "
         "were read at every 250th trajectory; a range means that another line hides the curve in between."
     )
-    end = "LunarLander: return at 8,000 trajectories per agent, ours with the standard deviation over seeds."
+    end = (
+        "LunarLander: return at the end of our run, with the standard deviation over seeds, and the published one at "
+        "the same number of trajectories per agent or, next to the tuned preset, whose runs are shorter, at its end."
+    )
     for task, caption, cells, columns in (
         (CARTPOLE, reach, _reach_cells, ["Published", "Ours", "Ours, median over seeds [95 %]", "Ours is"]),
         (LUNARLANDER, end, _end_cells, ["Published", "Ours", "Difference"]),
