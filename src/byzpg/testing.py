@@ -541,7 +541,7 @@ class _AttackUnderTest:
 
     def _honest_play(self) -> tuple[bool, bool]:
         action, uniform, reward = jnp.zeros(3), jnp.ones(3), jnp.arange(3.0)
-        recorded = self.attack.record(reward, jax.random.key(0))
+        recorded = self.attack.record_step(reward, jnp.zeros(3, jnp.int32), jax.random.key(0))
         _require(recorded.shape == reward.shape, f"record gives {recorded.shape} for rewards {reward.shape}.")
         return _close(self.attack.act(action, uniform), action), _close(recorded, reward)
 

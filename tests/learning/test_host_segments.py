@@ -17,6 +17,7 @@ from byzpg.learning.host_segments import Venue
 from byzpg.learning.policies import CategoricalMLP, Policy
 from byzpg.learning.rollouts import PlayAttacks
 from byzpg.learning.segments import Environments, Segment, play_segment
+from byzpg.robust.adaptive import BonusForAction
 from byzpg.robust.attacks import Attack, NoAttack, RandomAction, RandomReward, RewardFlip
 
 CARTPOLE = CategoricalMLP(4, hidden=(8,))
@@ -62,7 +63,9 @@ class FixedStart(CartPole):
         return State(*(jnp.float32(each) for each in host_tasks.START))
 
 
-@pytest.mark.parametrize("attack", [NoAttack(), RandomAction(), RandomReward(), RewardFlip()], ids=str)
+@pytest.mark.parametrize(
+    "attack", [NoAttack(), RandomAction(), RandomReward(), RewardFlip(), BonusForAction(1)], ids=str
+)
 def test_segments_are_those_of_the_twin_in_jax(attack: Attack) -> None:
     attackers = [(attack, jnp.asarray([False, True, False]))]
     here, there = two(venue_of("host_tasks:fixed_start"), attackers=attackers), two(FixedStart(), attackers=attackers)

@@ -19,6 +19,7 @@ from byzpg.learning import rollouts
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP, Numbers, Policy
 from byzpg.learning.rollout_kernel import Agents, Setup
 from byzpg.learning.rollouts import PIECES, SPAN, Clock, Episodes, rollout
+from byzpg.robust.adaptive import BonusForAction
 from byzpg.robust.attacks import Attack, RandomAction, RandomReward, RewardFlip
 from byzpg.robust.components import Component
 
@@ -378,6 +379,10 @@ def test_random_actions_are_uniform_and_flipped_rewards_are_recorded_but_returns
     expected = np.where(alive, np.log(PROBABILITIES)[actions], 0)
     np.testing.assert_allclose(poisoned.log_probabilities, expected, rtol=1e-5)
     np.testing.assert_array_equal(poisoned.rewards[ATTACKERS], -plain.rewards[ATTACKERS])
+    paid = counted(*MIXED, BonusForAction(2, bonus=5.0))
+    assert_same_except(paid, plain, ("rewards",))
+    bonus = 5.0 * (alive & (plain.actions == 2))
+    np.testing.assert_allclose(paid.rewards[ATTACKERS], (plain.rewards + bonus)[ATTACKERS], rtol=1e-6)
 
 
 def test_random_rewards_are_recorded_and_both_hooks_get_draws_of_their_own_at_every_step() -> None:

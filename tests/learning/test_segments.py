@@ -10,6 +10,7 @@ import pytest
 from byzpg.envs import CartPole, Pendulum
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP
 from byzpg.learning.segments import Environments, Segment, play_segment
+from byzpg.robust.adaptive import BonusForAction
 from byzpg.robust.attacks import RandomAction, RewardFlip
 
 ENV = CartPole()
@@ -125,6 +126,8 @@ def test_attacks_on_play_change_the_attackers_alone() -> None:
     np.testing.assert_array_equal(flipped.rewards[1], -np.asarray(honest.rewards[1]))
     np.testing.assert_array_equal(flipped.rewards[::2], honest.rewards[::2])
     np.testing.assert_array_equal(flipped.actions, honest.actions)
+    _, paid, _ = played(attackers=[(BonusForAction(1, bonus=5.0), mask)])
+    np.testing.assert_array_equal(paid.rewards - honest.rewards, 5.0 * (honest.actions == 1) * mask[:, None, None])
 
 
 def test_log_probabilities_are_those_of_the_actions_that_were_taken() -> None:

@@ -117,7 +117,7 @@ class Honest:
         returns = np.where(np.isfinite(result.returns), result.returns, self.start)
         gained = max(float(np.mean(curve)) - self.start, 1e-9)
         learned = max(self.end - self.start, 1e-9)
-        window = 4 * float(result.progress[0])
+        window = float(result.progress[0])  # one cell: the honest curve gets to its own level then
         alone, own = (
             trajectories_to_reach(x, y, self.level, window)
             for x, y in ((self.result.progress, self.curve[None]), (result.progress, returns))
@@ -132,7 +132,7 @@ class Honest:
             returns=returns,
             lost=np.mean(curve - returns, axis=1) / gained,
             lost_at_end=(self.end - np.mean(returns[:, result.progress > 0.9 * result.progress[-1]], axis=1)) / learned,
-            slowdown=own / alone[0] if np.isfinite(alone[0]) else np.ones_like(own),
+            slowdown=own / alone[0],
             targeted=result.metrics["targeted"][:, 0] if "targeted" in result.metrics else None,
         )
 

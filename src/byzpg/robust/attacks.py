@@ -192,7 +192,8 @@ class Attack(Component):
                 sent = jax.eval_shape(partial(messages, phase), vectors, jax.random.key(0))
                 check_array(self, f"messages of {phase} [receiver or 1, attacker, d]", sent, shapes)
         with trying(self, "record"):
-            check_array(self, "recorded rewards", jax.eval_shape(self.record, jnp.ones(3), jax.random.key(0)), [(3,)])
+            arguments = jnp.ones(3), jnp.zeros(3, jnp.int32), jax.random.key(0)
+            check_array(self, "recorded rewards", jax.eval_shape(self.record_step, *arguments), [(3,)])
 
     def act(self, action: Array, uniform: Array) -> Array:
         """Return the action to take.
