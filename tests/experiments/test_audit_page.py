@@ -204,7 +204,7 @@ def test_a_known_attack_may_be_the_worst(tmp_path: Path) -> None:
             Adaptive(hide=-0.5, drift=2.0, own=0.3, actor=0.5, period=8.0, duty=0.25, silent=1.0),
             "Attackers send the honest mean plus 0.5 standard deviations in every coordinate, plus 2 honest spreads in "
             "a direction that never changes, plus 0.3 times their own deviation from it, to all receivers, 0.5 times "
-            "that far for the policy, in 2 of every 8 iterations; they send nothing otherwise.",
+            "that far for the policy, in 2 of every 8 iterations; between strikes they send nothing.",
         ),
         (
             Adaptive(noise=100.0, reach=0.5, mirror=-1.0, equivocates=True, target="both"),

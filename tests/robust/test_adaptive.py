@@ -48,6 +48,8 @@ def test_every_number_moves_the_message_by_what_it_says() -> None:
     drift = sent(Adaptive(drift=2.0), knowledge)[0] - mean
     np.testing.assert_allclose(np.linalg.norm(drift, axis=1), 2 * spread, rtol=1e-5)
     np.testing.assert_array_equal(drift, sent(Adaptive(drift=2.0), known(9, key=4))[0] - mean, "it never turns")
+    against = mean - sent(Adaptive(against=2.0), knowledge)[0, 0]
+    np.testing.assert_allclose(against, 2 * spread * mean / np.linalg.norm(mean), rtol=1e-5)
     np.testing.assert_allclose(sent(Adaptive(own=0.5), knowledge)[0], (mean + truth) / 2, rtol=1e-5)
     noise = sent(Adaptive(noise=3.0), knowledge)[0]
     assert not np.allclose(noise[0], noise[1]), "attackers draw alone"

@@ -88,7 +88,7 @@ class Audit:
     """Time for all of it, such as 90s, 10m or 2h; none for all generations, however long they take."""
     generations: int = 8
     """The most generations of candidates."""
-    population: int = 6
+    population: int = 8
     """Candidates of each family of attacks, generation and rule."""
     search_seeds: int = 2
     """Seeds on which a candidate is tried; the best ones get twice as many others."""
@@ -214,14 +214,14 @@ class Audit:
 def _table(findings: "Findings") -> Table:
     title = f"Learning lost under the worst attack of {findings.candidates:,}, on fresh seeds"
     table = Table(title=title)
-    for column in ("rule", "lost [95 %]", "worst seed", "without attack", "verdict", "worst attack"):
-        numeric = column in ("lost [95 %]", "worst seed", "without attack")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric)
+    for column in ("rule", "lost [95 %]", "worst seed", "without attack", "verdict"):
+        is_text = column in ("rule", "verdict")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "rule")
     ranked = sorted(findings.rules, key=lambda each: -inf if each.worst is None else each.worst.lost.mean())
     for each in ranked:
         without = f"{each.without.lost.mean():.0%}"
         if each.worst is None:
-            table.add_row(each.rule, "–", "–", without, each.verdict, "–")
+            table.add_row(each.rule, "–", "–", without, each.verdict)
             continue
         lost = each.worst.estimates()["lost"]
         table.add_row(
@@ -230,7 +230,6 @@ def _table(findings: "Findings") -> Table:
             f"{each.worst.lost.max():.0%}",
             without,
             each.verdict,
-            each.worst.attack,
         )
     return table
 

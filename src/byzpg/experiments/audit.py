@@ -252,6 +252,7 @@ def families(num_iterations: int, num_honest: int, num_attackers: int, *, critic
     """The families to search: the same messages to all receivers and, without a server, other ones to some."""
     genes = [
         Gene("pull", 0.1, 30.0, rest=0.0, logarithmic=True),
+        Gene("against", 0.1, 10.0, rest=0.0, logarithmic=True),
         Gene("hide", -3.0, 3.0),
         Gene("drift", 0.1, 30.0, rest=0.0, logarithmic=True),
         Gene("noise", 0.1, 1000.0, rest=0.0, logarithmic=True),
@@ -264,7 +265,8 @@ def families(num_iterations: int, num_honest: int, num_attackers: int, *, critic
     if critic:
         genes += [Gene("actor", 0.0, 1.0, rest=1.0), Gene("critic", 0.0, 3.0, rest=1.0)]
     all_zero = 1 + num_honest / max(num_attackers, 1)
-    same = [Adaptive(pull=all_zero), Adaptive(pull=1.5), Adaptive(pull=2.0), Adaptive(hide=1.0), Adaptive(drift=1.0)]
+    pulls = [Adaptive(pull=pull) for pull in (float(f"{all_zero:.3g}"), 1.0, 2.0)]
+    same = [*pulls, Adaptive(against=1.0), Adaptive(against=2.0), Adaptive(drift=1.0)]
     found = [Family("the same to all", Adaptive(), tuple(genes), tuple(same))]
     if not server:
         code = Adaptive(equivocates=True, target="both")

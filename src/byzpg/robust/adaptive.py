@@ -32,14 +32,15 @@ class Adaptive(MessageAttack):
     Let x̄ be the honest mean, σ the honest standard deviation in each coordinate, s = ‖σ‖ the honest spread, u a unit
     vector that never changes, n noise of length about 1, and x_j what attacker j would send if it were honest. It sends
 
-        x̄ + w · (−pull · x̄ − hide · σ + drift · s · u + noise · s · n + own · (x_j − x̄)),
+        x̄ + w · (−pull · x̄ − against · s · x̄/‖x̄‖ − hide · σ + drift · s · u + noise · s · n + own · (x_j − x̄)),
 
     where w is `actor` for the policy's part of the vectors and `critic` for all others. `pull` = 1 + ε is IPM, and
-    1 + h/b is AvgZero with h honest agents and b attackers; `hide` = z is ALIE. A drift accumulates in the histories of
-    agents with momentum.
+    1 + h/b is AvgZero with h honest agents and b attackers; `hide` = z is ALIE; MinMax and MinSum choose an `against`.
+    A drift accumulates in the histories of agents with momentum.
 
     Args:
         pull: How far to go against the honest mean, in units of it.
+        against: How far to go against the honest mean, in units of the honest spread.
         hide: How many standard deviations to go below the honest mean in every coordinate.
         drift: How far to go in the direction u, in units of the honest spread.
         noise: How far to go in a random direction, another one for every attacker, round and receiver.
@@ -66,6 +67,7 @@ class Adaptive(MessageAttack):
 
     numbers: ClassVar[tuple[str, ...]] = (
         "pull",
+        "against",
         "hide",
         "drift",
         "noise",
@@ -83,6 +85,7 @@ class Adaptive(MessageAttack):
     needs_key: ClassVar[bool] = True
 
     pull: float = 0.0
+    against: float = 0.0
     hide: float = 0.0
     drift: float = 0.0
     noise: float = 0.0
@@ -120,7 +123,8 @@ class Adaptive(MessageAttack):
             return jax.random.normal(key, (num_attackers, dimension), dtype) / length
 
         to = receivers if self.equivocates else receivers[:1] * 0
-        push = -self.pull * mean - self.hide * deviation + self.drift * spread * direction
+        unit = mean / jnp.maximum(jnp.linalg.norm(mean), 1e-30)
+        push = -self.pull * mean - self.hide * deviation + spread * (self.drift * direction - self.against * unit)
         push = push + self.noise * spread * jax.vmap(noise)(to) + self.own * (truth - mean)
         if self.equivocates:
             reached = to < jnp.round(self.reach * knowledge.num_agents)

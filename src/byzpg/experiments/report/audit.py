@@ -179,6 +179,7 @@ def _deviation(attack: Adaptive) -> str:
     """What is added to the honest mean."""
     parts = (
         (-attack.pull, "times itself"),
+        (-attack.against, "honest spreads in its own direction"),
         (-attack.hide, "standard deviations in every coordinate"),
         (attack.drift, "honest spreads in a direction that never changes"),
         (attack.noise, "honest spreads of noise"),
@@ -204,7 +205,9 @@ def _timing(attack: Adaptive) -> str:
     if strikes < attack.period:
         parts.append(f"in {strikes} of every {attack.period:g} iterations")
     if parts:
-        return f", {', '.join(parts)}" + "; they send nothing otherwise" * (attack.silent > 0.5)
+        return f", {', '.join(parts)}" + "; between strikes they send nothing" * (
+            attack.silent > 0.5 and strikes < attack.period
+        )
     return ""
 
 
