@@ -183,27 +183,30 @@ def resume_all(directories: Sequence[Path], on_progress: OnProgress | None = Non
     for kept in opened:
         if log and kept.complete:
             _complete_logs(kept, log)
-    _run_all(pending, on_progress, log)
+    for _ in _run_all(pending, on_progress, log):
+        pass
 
 
-def train_all(configs: Sequence[Config], on_progress: OnProgress | None = None) -> list[Run]:
+def train_all(configs: Sequence[Config], on_progress: OnProgress | None = None) -> Iterator[tuple[int, Run]]:
     """Train many federations in memory, as many as possible in one program; otherwise as `resume_all`.
+
+    Yields:
+        The place of a configuration and its run, as soon as the program that it is in has ended.
 
     Raises:
         ValueError: If a configuration is wrong; nothing is trained then.
     """
-    pending = [_Pending(config.resolved(), None, None) for config in configs]
-    found = _run_all(pending, on_progress)
-    return [found[index] for index in range(len(pending))]
+    yield from _run_all([_Pending(config.resolved(), None, None) for config in configs], on_progress)
 
 
-def _run_all(pending: Sequence["_Pending"], on_progress: OnProgress | None, log: Sequence[str] = ()) -> dict[int, Run]:
-    """Train all of these, and return the runs by their place in `pending`."""
+def _run_all(
+    pending: Sequence["_Pending"], on_progress: OnProgress | None, log: Sequence[str] = ()
+) -> Iterator[tuple[int, Run]]:
+    """Train all of these, and yield each run with its place in `pending`."""
     programs: dict[Any, list[_Pending]] = {}
     for each in pending:
         programs.setdefault(each.program, []).append(each)
     places = {id(each): place for place, each in enumerate(pending)}
-    found: dict[int, Run] = {}
     parts = [part for group in programs.values() for part in _parts(group)]
     total, before = sum(each.work for each in pending), 0.0
     started = time.monotonic()
@@ -218,9 +221,8 @@ def _run_all(pending: Sequence["_Pending"], on_progress: OnProgress | None, log:
 
         with _logging(part, log) as logged:
             runs = _Program(logged).run(None if on_progress is None else of_all)
-        found |= {places[id(each)]: run for each, run in zip(part, runs, strict=True)}
+        yield from ((places[id(each)], run) for each, run in zip(part, runs, strict=True))
         before += work
-    return found
 
 
 def follow() -> None:
@@ -326,7 +328,7 @@ class _Pending:
         """Runs with the same value share a program: agents that play alike, the same seeds and coin, equally far."""
         settings = self.settings
         length = (settings.switch_probability, settings.coins, settings.length)
-        alone = self.kept if simulation_of(settings).on_host else None
+        alone = id(self) if simulation_of(settings).on_host else None
         extended = self.extension and tuple(values.tobytes() for values in vars(self.extension).values())
         return settings.federation().agent.shared, settings.seeds, length, self.begin, extended, alone
 

@@ -4,10 +4,11 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,21 @@ def test_harm_is_the_share_of_learning_that_is_lost() -> None:
     np.testing.assert_allclose(measured.lost, [0, 1, 0.5, 1], atol=1e-6)
     np.testing.assert_allclose(measured.lost_at_end, [0, 1, 0.5, 1], atol=1e-6)
     np.testing.assert_array_equal(measured.slowdown, [1, np.inf, np.inf, np.inf])
+    early = np.minimum(10 + 2 * (rising - 10), 100)
+    assert honest.measured(result([early])).slowdown[0] == pytest.approx(0.5, abs=0.1), "twice as fast"
+    with pytest.raises(ValueError, match="the honest federation learns nothing in 60 trajectories"):
+        Honest(result(np.full((2, len(PROGRESS)), 10.0))).check()
+
+
+def test_the_verdict_follows_the_goal() -> None:
+    rising = np.linspace(10, 100, len(PROGRESS))
+    honest, falls = Honest(result([rising, rising])), np.where(PROGRESS > 50, 10, rising)
+    worst, without = honest.measured(result([falls, falls])), honest.measured(result([rising, rising]))
+    found = audit.RuleFindings("Median()", without, worst, None, ())
+    assert found.verdict == "slowed"
+    assert replace(found, goal="end").verdict == "lost"
+    wanted = replace(found, goal="target", worst=replace(worst, targeted=np.ones(2)))
+    assert replace(wanted, without=replace(without, targeted=np.full(2, 0.5))).verdict == "lost"
 
 
 # The whole search, with training replaced by curves whose harm is known
@@ -85,11 +101,14 @@ class Learner:
 
     trained: int = 0
 
+    seeds: set[int] = field(default_factory=set)
+
     def __call__(
         self, configs: Sequence[Config], on_progress: training.OnProgress | None = None
-    ) -> list[SimpleNamespace]:
+    ) -> Iterator[tuple[int, SimpleNamespace]]:
         self.trained += len(configs)
-        return [self.run(config) for config in configs]
+        self.seeds |= {config.seed for config in configs}
+        yield from enumerate(map(self.run, configs))
 
     def run(self, config: Config) -> SimpleNamespace:
         settings = config.resolved()
@@ -131,6 +150,7 @@ def test_the_search_finds_what_is_worse_than_known_attacks(learner: Learner, tmp
     assert {each.num_attackers for each in median.breaking} == {1, 2}
     assert [harm for _, harm in median.searched[:5]] == sorted((h for _, h in median.searched[:5]), reverse=True)
     assert not findings.cut_short
+    assert learner.seeds == {500, 600, 2000}, "of the search, of the choice among the best, and of the report"
     # The same again trains nothing, and says the same.
     before = learner.trained
     again = Audit(PLAN, tmp_path).run()
@@ -141,6 +161,48 @@ def test_the_search_finds_what_is_worse_than_known_attacks(learner: Learner, tmp
     alone = Audit(replace(PLAN, rules=("Median()",)), tmp_path).run()
     assert learner.trained == before
     assert alone.rules[0].searched == median.searched
+
+
+def test_a_known_attack_that_is_an_anchor_too_counts_once(learner: Learner, tmp_path: Path) -> None:
+    plan = replace(PLAN, rules=("Median()",), known=("Adaptive(pull=1.0)",), generations=1)
+    (found,) = Audit(plan, tmp_path).run().rules
+    harms = [harm for _, harm in found.searched]
+    assert "Adaptive(pull=1.0)" in dict(found.searched)
+    assert harms[: audit.FINALISTS] == sorted(harms, reverse=True)[: audit.FINALISTS]
+
+
+def test_measurements_belong_to_their_source_and_to_the_action(
+    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "from byzpg.robust import Median\n\nclass EditedRule(Median):\n    pass\n"
+    (tmp_path / "edited_rule.py").write_text(source)
+    config = replace(FEDERATION, aggregator="edited_rule:EditedRule")
+    bench = audit.Bench(tmp_path / "kept")
+    bench.measure([config], "")
+    bench.measure([config], "")
+    assert learner.trained == 1
+    (tmp_path / "edited_rule.py").write_text(source + "# another rule\n")
+    bench.measure([config], "")
+    assert learner.trained == 2
+    monkeypatch.setattr(audit, "_shares_of_action", lambda run, action: np.full(run.settings.num_seeds, 0.5))
+    for action in (0, 1):
+        audit.Bench(tmp_path / "kept", action).measure([config], "")
+    assert learner.trained == 4
+
+
+def test_wrong_goals_and_attacks_are_refused_before_any_work(learner: Learner, tmp_path: Path) -> None:
+    for changes, problem in (
+        ({"known": ("AvgZeroo",)}, "AvgZeroo"),
+        ({"goal": "target"}, "goal target and an action belong together"),
+        ({"goal": "target", "action": 7}, "action must be 0 to 1 on CartPole-v1, got 7"),
+        ({"rules": ("Medial",)}, "no aggregator 'Medial'"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            Audit(replace(PLAN, **changes), tmp_path)
+    assert Audit(replace(PLAN, goal="target", action=1), tmp_path).known[-1] == "BonusForAction(action=1, bonus=100.0)"
+    assert not learner.trained
 
 
 def test_without_attackers_no_attack_is_found(learner: Learner, tmp_path: Path) -> None:
@@ -156,7 +218,7 @@ def test_parts_that_the_budget_does_not_suffice_for_are_named(
 ) -> None:
     clock = 0.0
 
-    def slowly(configs: Sequence[Config], on_progress: training.OnProgress | None = None) -> list[SimpleNamespace]:
+    def slowly(configs: Sequence[Config], on_progress: training.OnProgress | None = None) -> Any:
         nonlocal clock
         clock += 25
         assert on_progress is not None
@@ -189,12 +251,13 @@ def test_the_replay_command_is_the_federation(learner: Learner, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_real_audit_finds_the_flaw_of_a_weakened_rule_and_no_flaw_where_nobody_attacks(tmp_path: Path) -> None:
+def test_a_real_audit_finds_the_flaw_of_a_weakened_rule(tmp_path: Path) -> None:
     """The command, as users run it, on CartPole: the mean loses all, and the weak rule much more than the sound one."""
     (tmp_path / "weak.py").write_text(
         "import jax.numpy as jnp\nfrom byzpg.robust import aggregator\n\n\n"
-        "@aggregator\ndef weak(rows, num_byzantine):\n"
-        "    cut = num_byzantine - 1\n    return jnp.mean(jnp.sort(rows, axis=0)[cut : len(rows) - cut], axis=0)\n"
+        "@aggregator\ndef weak(received, num_byzantine):\n"
+        "    cut = num_byzantine - 1\n    ranked = jnp.sort(received, axis=0)\n"
+        "    return jnp.mean(ranked[cut : len(received) - cut], axis=0)\n"
     )
     options = "--algorithm ByzPG --trajectories 300 --generations 1 --population 5 --report-seeds 4 --budget none"
     command = ["audit", "--aggregator", "weak:weak", "TrimmedMean", "Mean", *options.split(), "--known", "AvgZero"]

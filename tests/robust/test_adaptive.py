@@ -1,5 +1,7 @@
 """Adaptive attacks: known attacks are members of the family, and its numbers say what is sent, when, and to whom."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +100,7 @@ def test_wrong_numbers_are_refused() -> None:
         ({"pull": float("nan")}, "pull must be a finite number, got nan"),
     ):
         with pytest.raises(ValueError, match=problem):
-            Adaptive(**options)
+            Adaptive(**options)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="share must lie between 0 and 1, got 2"):
         PoisonedReward(share=2)
 
@@ -116,7 +118,7 @@ def test_the_critic_can_be_attacked_alone() -> None:
     """With plain averaging, one iteration moves the attacked part of θ far away and leaves the other where it was."""
 
     def parameters(**weights: float) -> np.ndarray:
-        attack = Adaptive(drift=1e4, **weights)
+        attack = replace(Adaptive(drift=1e4), **weights)
         config = Config(algorithm="Fed-PPO", num_agents=3, num_byzantine=1, attack=attack, num_seeds=1, steps=16)
         ppo = PPO(environments=1, segment=16, epochs=1, minibatches=1)
         config = Config(**{**vars(config), "ppo": ppo, "optimizer": "sgd", "momentum": 0.0, "hidden": (4,)})

@@ -44,6 +44,7 @@ LEADERBOARD = (
 BESIDE = ("Mean", "Median", "TrimmedMean", "RFA", "NNM(TrimmedMean())")
 # What is left of the budget for the start of Python and for the page.
 OVERHEAD_SECONDS, OVERHEAD_SHARE = 6.0, 0.03
+LEAST_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -151,13 +152,17 @@ class Audit:
         self._conclude(findings)
 
     def _check(self) -> None:
-        for name in ("generations", "population", "search_seeds", "report_seeds"):
-            if (given := getattr(self, name)) < (0 if name == "generations" else 1):
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given}.")
+        for name, least in (
+            ("generations", 0),
+            ("population", 1),
+            ("search_seeds", 1),
+            ("report_seeds", 1),
+            ("seed", 0),
+        ):
+            if (given := getattr(self, name)) < least:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {given}.")
         if not self.aggregator:
             raise ValueError("--aggregator needs at least one rule, or all.")
-        if (self.goal == "target") != (self.action is not None):
-            raise ValueError("--goal target and --action belong together: give both, or neither.")
 
     def _tolerant(self, config: Config) -> tuple[str, ...]:
         """The rules of the leaderboard that this federation can have."""
@@ -193,7 +198,7 @@ class Audit:
         return BESIDE if len(rules) == 1 else ()
 
     def _conclude(self, findings: "Findings") -> None:
-        from byzpg.experiments.report.audit import summary, write_audit
+        from byzpg.experiments.report.audit import summary, verdict, write_audit
 
         about = {**provenance(), "command": this_command(), "seconds": findings.seconds}
         page, numbers = self.directory / "audit.html", self.directory / "audit.json"
@@ -203,7 +208,7 @@ class Audit:
         console.print(_table(findings))
         first = findings.rules[0]
         if first.worst is None:
-            say("No attack found: with f = 0 nobody attacks.")
+            say(verdict(findings, first))
         else:
             say(f"Replay the worst attack on {first.rule}: {findings.command(first.worst)}")
         if findings.cut_short:
@@ -216,8 +221,8 @@ def _table(findings: "Findings") -> Table:
     table = Table(title=title)
     for column in ("rule", "lost [95 %]", "worst seed", "without attack", "verdict"):
         is_text = column in ("rule", "verdict")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "rule")
-    ranked = sorted(findings.rules, key=lambda each: -inf if each.worst is None else each.worst.lost.mean())
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "rule", overflow="fold")
+    ranked = sorted(findings.rules, key=lambda each: -inf if each.worst is None else each.harm(each.worst).value)
     for each in ranked:
         without = f"{each.without.lost.mean():.0%}"
         if each.worst is None:
@@ -239,6 +244,9 @@ def _seconds(budget: str) -> float:
     if budget == "none":
         return inf
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)", budget)
-    if found is None or not float(found[1]):
+    if found is None:
         raise ValueError(f"--budget must be a time such as 90s, 10m or 2h, or none; got {budget!r}.")
-    return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2]]
+    seconds = float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2]]
+    if seconds < LEAST_SECONDS:
+        raise ValueError(f"--budget must be at least {LEAST_SECONDS:.0f}s, got {budget!r}.")
+    return seconds

@@ -10,9 +10,11 @@ run, over the area between the former and where it starts. 0 is no harm, 1 is a 
 Every measurement is kept in a file of its own, so that an audit that was stopped goes on where it was.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from math import inf, log10
 from pathlib import Path
 from shlex import quote
@@ -21,8 +23,10 @@ from zlib import crc32
 
 import numpy as np
 
-from byzpg import training
+from byzpg import __version__, envs, training
+from byzpg._parts import Part
 from byzpg.config import REPORTED_SEED, Config
+from byzpg.envs.spaces import Discrete
 from byzpg.experiments.paper import HEATMAP_ATTACKS, run_name
 from byzpg.experiments.results import Result, reading_archive, write_archive
 from byzpg.experiments.statistics import lower_median, trajectories_to_reach
@@ -37,7 +41,7 @@ FORMAT = 1
 SEARCH_SEED, SELECTION_SEED = 500, 600  # the first seeds of the search; what is reported starts at REPORTED_SEED
 # Known attacks, which are candidates as well: a search that finds nothing worse than these reports the worst of them.
 KNOWN = (*HEATMAP_ATTACKS, "Normalized", "PoisonedReward(share=0.25)", "PoisonedReward(factor=-10.0, share=0.1)")
-TARGETED = tuple(f"BonusForAction(bonus={bonus})" for bonus in (1.0, 10.0, 100.0))
+BONUSES = (1.0, 10.0, 100.0)  # that attackers record for the action that they want
 LEVEL = 0.9  # of what the honest federation learns, which counts as learned
 FINALISTS = 4  # candidates of a rule that are trained on more seeds
 ELITE = 3  # candidates of a family from which the next generation descends
@@ -111,17 +115,35 @@ class Honest:
     def level(self) -> float:
         return self.start + LEVEL * (self.end - self.start)
 
+    def check(self) -> None:
+        """Refuse a federation that learns nothing, of which no attack could take anything.
+
+        Raises:
+            ValueError: If what it gains is within the noise of its seeds.
+        """
+        ends = final_returns(self.result)
+        if not self.end - self.start > 2 * np.std(ends) / np.sqrt(len(ends)):
+            settings = self.result.settings
+            raise ValueError(
+                f"the honest federation learns nothing in {settings.length:,} {settings.unit} (return {self.start:.3g} "
+                f"at first, {self.end:.3g} at the end), so that no attack can take anything: give it more "
+                f"{settings.unit}."
+            )
+
+    def _times(self, progress: np.ndarray, returns: np.ndarray) -> np.ndarray:
+        """When each of these curves [curve] reaches the level, over one cell."""
+        return trajectories_to_reach(progress, returns, self.level, float(progress[0]))
+
     def measured(self, result: Result) -> Measured:
         settings, curve = result.settings, np.interp(result.progress, self.result.progress, self.curve)
         # A seed that diverged learns nothing from then on.
         returns = np.where(np.isfinite(result.returns), result.returns, self.start)
         gained = max(float(np.mean(curve)) - self.start, 1e-9)
         learned = max(self.end - self.start, 1e-9)
-        window = float(result.progress[0])  # one cell: the honest curve gets to its own level then
-        alone, own = (
-            trajectories_to_reach(x, y, self.level, window)
-            for x, y in ((self.result.progress, self.curve[None]), (result.progress, returns))
-        )
+        own = self._times(self.result.progress, self.result.returns)
+        honest_time = float(lower_median(own))
+        if not np.isfinite(honest_time):  # the mean curve gets there always
+            honest_time = float(self._times(self.result.progress, self.curve[None])[0])
         return Measured(
             rule=str(settings.aggregator),
             attack=str(settings.attack) if settings.num_attackers else None,
@@ -132,7 +154,7 @@ class Honest:
             returns=returns,
             lost=np.mean(curve - returns, axis=1) / gained,
             lost_at_end=(self.end - np.mean(returns[:, result.progress > 0.9 * result.progress[-1]], axis=1)) / learned,
-            slowdown=own / alone[0],
+            slowdown=self._times(result.progress, returns) / honest_time,
             targeted=result.metrics["targeted"][:, 0] if "targeted" in result.metrics else None,
         )
 
@@ -153,9 +175,9 @@ class Bench:
         """The results of these configurations; those that are not kept yet are trained in as few programs as possible.
 
         Raises:
-            OutOfTime: If the deadline passes before all are trained; nothing new is kept then.
+            OutOfTime: If the deadline passes before all are trained; those of programs that ended are kept.
         """
-        paths = [self.folder / f"{run_name(config.resolved())}.npz" for config in configs]
+        paths = [self.folder / f"{run_name(config.resolved())}-{self._origin(config)}.npz" for config in configs]
         missing = {path: config for path, config in zip(paths, configs, strict=True) if not path.is_file()}
         began, reported = time.monotonic(), False
         if missing and began + self.slowest_start > deadline:
@@ -170,13 +192,20 @@ class Bench:
             if time.monotonic() > deadline and progress.done < 1:
                 raise OutOfTime
 
-        for path, run in zip(missing, training.train_all(list(missing.values()), on_progress), strict=True):
-            result = Result.of(run)
+        where = list(missing)
+        for index, run in training.train_all(list(missing.values()), on_progress):
+            path, result = where[index], Result.of(run)
             metrics = {"return_mean": result.returns}
             if self.action is not None:
                 metrics["targeted"] = _shares_of_action(run, self.action)[:, None]
             write_archive(path, FORMAT, {"settings": run.settings.as_data()}, {**metrics, "progress": result.progress})
         return [self._read(path, config) for path, config in zip(paths, configs, strict=True)]
+
+    def _origin(self, config: Config) -> str:
+        """What else a measurement depends on: the version of byzpg, modules of the user's own, and the action."""
+        parts = [Part.of(module).as_data() for module in sorted(config.own_modules)]
+        text = json.dumps([__version__, self.action, parts], sort_keys=True)
+        return sha256(text.encode()).hexdigest()[:8]
 
     def _read(self, path: Path, config: Config) -> Result:
         with reading_archive(path, FORMAT, "byzpg audit") as (_, arrays):
@@ -316,10 +345,10 @@ class Plan:
     known: tuple[str, ...] = KNOWN
     goal: Goal = "area"
     action: int | None = None  # which attackers want, with the goal "target"
-    generations: int = 6
+    generations: int = 8
     population: int = 8  # candidates of each family, generation and rule
     search_seeds: int = 2
-    report_seeds: int = 8
+    report_seeds: int = 6
     breaking: bool = True  # whether the worst attack is also tried with other numbers of attackers
     seed: int = 0  # of the search
 
@@ -344,13 +373,22 @@ class RuleFindings:
     searched: tuple[tuple[str, float], ...]  # attacks and their harm on the seeds of the search, the worst first
     breaking: tuple[Measured, ...] = ()  # the worst attack by growing numbers of attackers
     constants: Mapping[str, Any] = field(default_factory=dict)  # C_ra as measured, under which attack, and its bound
+    goal: Goal = "area"
+
+    def harm(self, measured: Measured) -> Estimate:
+        """The mean over seeds of what attackers want, between 0 for what the rule does without them and 1 for all."""
+        values = measured.harm(self.goal)
+        if self.goal == "target":
+            before = float(np.mean(self.without.harm(self.goal)))
+            values = (values - before) / max(1 - before, 1e-9)
+        return estimate(values, np.mean)
 
     @property
     def verdict(self) -> str:
         """One of: untested, unharmed, slowed, crippled, lost."""
         if self.worst is None:
             return "untested"
-        of_worst, plain = (estimate(each.lost, np.mean) for each in (self.worst, self.without))
+        of_worst, plain = self.harm(self.worst), self.harm(self.without)
         if of_worst.low <= plain.high and of_worst.value < 0.1:
             return "unharmed"
         return "slowed" if of_worst.value < 0.5 else "crippled" if of_worst.value < 0.9 else "lost"
@@ -379,7 +417,7 @@ class Findings:
 def replay(plan: Plan, measured: Measured) -> str:
     """The command that trains a federation of the audit again."""
     config, default = plan.config, Config()
-    options = {"aggregator": measured.rule, "num_byzantine": measured.num_byzantine}
+    options = {"algorithm": config.algorithm, "aggregator": measured.rule, "num_byzantine": measured.num_byzantine}
     options["num_attackers"] = measured.num_attackers
     if measured.attack is not None:
         options["attack"] = measured.attack
@@ -403,7 +441,8 @@ DEADLINES = {
     "the search": 0.6,
     "the best on more seeds": 0.7,
     "fresh seeds": 1.0,
-    "more attackers": 0.95,
+    "more attackers": 0.93,
+    "theory": 0.95,
     "other rules": 1.0,
 }
 
@@ -424,11 +463,17 @@ class Audit:
         for rule in (*plan.rules, *plan.beside):  # wrong rules are refused before any work
             plan.federation(rule, None, 0, 1).resolved()
         self.settings = plan.honest(0, 1).resolved()
+        self._check_action()
+        known = [*plan.known, *(f"BonusForAction({plan.action}, bonus={bonus})" for bonus in self._bonuses)]
+        under = [plan.federation(plan.rules[0], each, 0, 1) for each in known]
+        if plan.known == KNOWN:  # of byzpg's own, those that this federation can have
+            under = [each for each in under if _resolves(each)]
+        self.known = list(dict.fromkeys(str(each.resolved().attack) for each in under))
         self.num_attackers = plan.federation(plan.rules[0], "AvgZero", 0, 1).resolved().num_attackers
         self.cut_short: list[str] = []
-        self.scores: dict[str, dict[str, list[float]]] = {rule: {} for rule in plan.rules}  # harm by rule and attack
+        # By rule and attack, the harm on each group of seeds, which its first seed stands for.
+        self.scores: dict[str, dict[str, dict[int, np.ndarray]]] = {rule: {} for rule in plan.rules}
         self.generations = 0
-        self.known: set[str] = set()
 
     def run(self) -> Findings:
         """Carry the audit out.
@@ -446,6 +491,7 @@ class Audit:
                 "fewer steps."
             )
         honest = Honest(found[0])
+        honest.check()
         if self.num_attackers:
             self._search(honest)
         rules = self._report(honest)
@@ -462,6 +508,21 @@ class Audit:
             cut_short=tuple(self.cut_short),
             seconds=self.elapsed,
         )
+
+    @property
+    def _bonuses(self) -> tuple[float, ...]:
+        return BONUSES if self.plan.goal == "target" else ()
+
+    def _check_action(self) -> None:
+        plan, space = self.plan, envs.make(self.settings.env).action_space
+        if (plan.goal == "target") != (plan.action is not None):
+            raise ValueError("the goal target and an action belong together: give both, or neither.")
+        if plan.action is None:
+            return
+        if not isinstance(space, Discrete):
+            raise ValueError(f"the goal target is for discrete actions, and those of {self.settings.env} are not.")
+        if not 0 <= plan.action < space.num_actions:
+            raise ValueError(f"action must be 0 to {space.num_actions - 1} on {self.settings.env}, got {plan.action}.")
 
     @property
     def elapsed(self) -> float:
@@ -496,16 +557,12 @@ class Audit:
         if found is None:
             return False
         for (rule, attack), result in zip(places, found, strict=True):
-            self.scores[rule].setdefault(attack, []).extend(honest.measured(result).harm(self.plan.goal))
+            self.scores[rule].setdefault(attack, {})[seed] = honest.measured(result).harm(self.plan.goal)
         return True
 
     def _search(self, honest: Honest) -> None:
         plan, settings = self.plan, self.settings
-        known = [*plan.known, *(TARGETED if plan.goal == "target" else ())]
-        under_known = [plan.federation(plan.rules[0], each, 0, 1) for each in known]
-        known = [str(each.resolved().attack) for each in under_known if _resolves(each)]
-        self.known = set(known)
-        self._try(honest, "known attacks", dict.fromkeys(plan.rules, known), SEARCH_SEED, plan.search_seeds)
+        self._try(honest, "known attacks", dict.fromkeys(plan.rules, self.known), SEARCH_SEED, plan.search_seeds)
         found = families(
             round(settings.schedule().expected_iterations),
             settings.num_agents - self.num_attackers,
@@ -530,7 +587,7 @@ class Audit:
                 break
             self.generations += 1
             for (rule, name), several in members.items():
-                harms = {each: float(np.mean(self.scores[rule][str(each)])) for each in several}
+                harms = {each: self._score(rule, str(each)) for each in several}
                 scored.setdefault((rule, name), {}).update(harms)
             took = time.monotonic() - began
             if time.monotonic() + took > self._deadline("the search"):
@@ -547,7 +604,11 @@ class Audit:
     def _ranked(self, rule: str) -> list[str]:
         """The attacks of a rule, the worst first; those that were trained on more seeds come before all others."""
         scores = self.scores[rule]
-        return sorted(scores, key=lambda attack: (-len(scores[attack]), -float(np.mean(scores[attack]))))
+        return sorted(scores, key=lambda attack: (-len(scores[attack]), -self._score(rule, attack)))
+
+    def _score(self, rule: str, attack: str) -> float:
+        """The mean harm over all seeds that the search has seen it on."""
+        return float(np.mean(np.concatenate(list(self.scores[rule][attack].values()))))
 
     def _worst(self, rule: str) -> tuple[str | None, str | None]:
         """The worst attack on a rule, and the worst known one, by what the search has seen."""
@@ -573,7 +634,8 @@ class Audit:
                     without=measured[rule, None],
                     worst=measured[rule, worst] if worst is not None else None,
                     known=measured[rule, known] if known is not None else None,
-                    searched=tuple((each, float(np.mean(self.scores[rule][each]))) for each in self._ranked(rule)),
+                    searched=tuple((each, self._score(rule, each)) for each in self._ranked(rule)),
+                    goal=plan.goal,
                 )
             )
         broken = self._breaking(honest, findings)
@@ -603,9 +665,15 @@ class Audit:
         """The worst C_ra that was measured on random vectors, and the proven bound."""
         if found.worst is None or found.worst.attack is None:
             return {}
+        if time.monotonic() > self._deadline("theory"):
+            self.cut_short += [] if "theory" in self.cut_short else ["theory"]
+            return {}
         config = self.plan.federation(found.rule, found.worst.attack, 0, 1).resolved()
-        rule, attacks = config.aggregator, [AvgZero(), ALIE()]
-        attacks += [config.attack] if isinstance(config.attack, MessageAttack) else []
+        rule, attacks = config.aggregator, list[MessageAttack]([AvgZero(), ALIE()])
+        if isinstance(config.attack, Adaptive):  # in an iteration in which it strikes
+            attacks.append(replace(config.attack, start=0.0))
+        elif isinstance(config.attack, MessageAttack):
+            attacks.append(config.attack)
         assert isinstance(rule, Aggregator)
         if not config.num_byzantine:
             return {}
@@ -625,7 +693,10 @@ class Audit:
         if results is None:
             return []
         measured = {place: honest.measured(result) for place, result in zip(places, results, strict=True)}
-        return [RuleFindings(rule, measured[rule, None], measured[rule, attacks[1]], None, ()) for rule in plan.beside]
+        return [
+            RuleFindings(rule, measured[rule, None], measured[rule, attacks[1]], None, (), goal=plan.goal)
+            for rule in plan.beside
+        ]
 
 
 def _resolves(config: Config) -> bool:

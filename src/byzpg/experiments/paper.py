@@ -126,11 +126,6 @@ class _Builder:
         self.task = task  # for experiments that can be run on any task
         self.settings: dict[str, Settings] = {}
 
-    @property
-    def default_length(self) -> int | None:
-        """The length of the published curves. `tuned`, whose steps get smaller, has a length of its own: None."""
-        return None if self.scope.preset == "tuned" else PUBLISHED_LENGTH
-
     def cell(
         self,
         label: str,
@@ -138,10 +133,14 @@ class _Builder:
         *,
         seeds: int = 10,
         trajectories: int | None = None,
+        untuned: int = PUBLISHED_LENGTH,
         **options: Any,
     ) -> Cell:
+        """One run. `tuned`, whose steps get smaller, has a length of its own unless one is given; others, `untuned`."""
         scope = self.scope
-        length: dict[str, Any] = {"trajectories": scope.trajectories or trajectories or self.default_length}
+        length: dict[str, Any] = {
+            "trajectories": scope.trajectories or trajectories or (None if scope.preset == "tuned" else untuned)
+        }
         if ALGORITHMS[options.get("algorithm", Config.algorithm)].agent.unit == "steps":
             length = {"steps": scope.steps}  # or those of the preset
         config = Config(preset=scope.preset, num_seeds=scope.num_seeds or seeds, seed=scope.seed, **length, **options)
@@ -347,7 +346,9 @@ def _variance(build: _Builder) -> Experiment:
 
 def _many(build: _Builder) -> Experiment:
     sizes = (1, 2, 3, 5, 8, 13, 25, 50, 100)
-    cells = tuple(build.cell("DecByzPG, all honest", size, num_agents=size, num_byzantine=0) for size in sizes)
+    cells = tuple(
+        build.cell("DecByzPG, all honest", size, num_agents=size, num_byzantine=0, untuned=1000) for size in sizes
+    )
     return Experiment(
         "speedup",
         "Speed-up with up to 100 agents",
@@ -361,7 +362,7 @@ def _tolerance(build: _Builder) -> Experiment:
     def panel(attack: str) -> Panel:
         cells = []
         for attackers in range(7):
-            shared: dict[str, Any] = {"num_attackers": attackers, "attack": attack, "seeds": 5}
+            shared: dict[str, Any] = {"num_attackers": attackers, "attack": attack, "seeds": 5, "untuned": 1000}
             cells += [
                 build.cell("DecByzPG, f = 3", attackers, num_byzantine=3, **shared),
                 build.cell("ByzPG, f = 6", attackers, algorithm="ByzPG", num_byzantine=6, **shared),
@@ -414,7 +415,7 @@ HEATMAP_ATTACKS = (
 
 def _heatmap(build: _Builder) -> Experiment:
     cells = tuple(
-        build.cell(rule, attack, aggregator=rule, attack=attack, num_byzantine=3, seeds=3)
+        build.cell(rule, attack, aggregator=rule, attack=attack, num_byzantine=3, seeds=3, untuned=600)
         for rule in HEATMAP_RULES
         for attack in HEATMAP_ATTACKS
     )
@@ -435,7 +436,7 @@ def _rotating(build: _Builder) -> Experiment:
     }
 
     def panel(attack: str) -> Panel:
-        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack}
+        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "untuned": 1000}
         return Panel(
             attack, CARTPOLE, tuple(build.cell(label, byzantine_set=which, **shared) for label, which in sets.items())
         )
@@ -451,7 +452,7 @@ def _rotating(build: _Builder) -> Experiment:
 
 def _agreement(build: _Builder) -> Experiment:
     def panel(attack: str) -> Panel:
-        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "seeds": 5}
+        shared: dict[str, Any] = {"num_byzantine": 3, "attack": attack, "seeds": 5, "untuned": 1000}
         cells = [
             build.cell(rule, rounds, agreement=rule, rounds=rounds, **shared)
             for rule in ("MDA", "TrimmedMeanAgreement")

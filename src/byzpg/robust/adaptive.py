@@ -34,9 +34,9 @@ class Adaptive(MessageAttack):
 
         x̄ + w · (−pull · x̄ − against · s · x̄/‖x̄‖ − hide · σ + drift · s · u + noise · s · n + own · (x_j − x̄)),
 
-    where w is `actor` for the policy's part of the vectors and `critic` for all others. `pull` = 1 + ε is IPM, and
-    1 + h/b is AvgZero with h honest agents and b attackers; `hide` = z is ALIE; MinMax and MinSum choose an `against`.
-    A drift accumulates in the histories of agents with momentum.
+    where w is `critic` for the gradients of a critic and for statistics, and `actor` for all else. `pull` = 1 + ε is
+    IPM, and 1 + h/b is AvgZero with h honest agents and b attackers; `hide` = z is ALIE; MinMax and MinSum choose an
+    `against`. A drift accumulates in the histories of agents with momentum.
 
     Args:
         pull: How far to go against the honest mean, in units of it.
@@ -46,7 +46,7 @@ class Adaptive(MessageAttack):
         noise: How far to go in a random direction, another one for every attacker, round and receiver.
         own: How much of its own deviation an attacker keeps, so that attackers look less alike.
         actor: The factor w for the policy, or for agents without a critic.
-        critic: The factor w for the critic and for statistics.
+        critic: The factor w for the critic's gradients and for statistics; parameters are sent whole, with `actor`.
         start: The iteration in which attackers strike first; before it they are honest.
         period: Iterations from one strike to the next.
         duty: The share of a period in which they strike.

@@ -50,6 +50,7 @@ CUT_SHORT = {
     "the best on more seeds": "the choice among the best candidates on more seeds: the worst one on the few seeds of "
     "the search is reported",
     "more attackers": "other numbers of attackers",
+    "theory": "the constants of all rules",
     "other rules": "the rules beside",
 }
 
