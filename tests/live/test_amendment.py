@@ -371,7 +371,7 @@ def test_the_parameters_to_start_from_have_the_hash_of_the_manifest(tmp_path: Pa
 
 
 def test_a_peer_starts_from_them() -> None:
-    settings = replace(SETTINGS, switch_probability=0.5, trajectories=300)
+    settings = replace(SETTINGS, switch_probability=0.5, trajectories=300, optimizer="adam")
     federation, schedule, key = settings.federation(), settings.schedule(), seeded_key(0)
     seeded = Peer(federation, schedule, 0, key)
     same = Peer(federation, schedule, 0, key, initial=seeded.parameters)
