@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from byzpg import Config, training
@@ -63,7 +65,7 @@ def test_generations_descend_from_the_worst_and_never_repeat_themselves() -> Non
 # Harm
 
 
-def result(returns: Sequence[Sequence[float]] | np.ndarray) -> Result:
+def result(returns: npt.ArrayLike) -> Result:
     return Result(FEDERATION.resolved(), PROGRESS, {"return_mean": np.asarray(returns, np.float32)})
 
 
@@ -129,7 +131,7 @@ class Learner:
 @pytest.fixture
 def learner(monkeypatch: pytest.MonkeyPatch) -> Learner:
     made = Learner()
-    monkeypatch.setattr(audit.training, "train_all", made)
+    monkeypatch.setattr(training, "train_all", made)
     return made
 
 
@@ -225,8 +227,8 @@ def test_parts_that_the_budget_does_not_suffice_for_are_named(
         on_progress(SimpleNamespace(done=0.5))  # pyright: ignore[reportArgumentType]
         return learner(configs, on_progress)
 
-    monkeypatch.setattr(audit.training, "train_all", slowly)
-    monkeypatch.setattr(audit.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(training, "train_all", slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
     findings = Audit(PLAN, tmp_path, budget=150).run()
     assert "the search" in findings.cut_short
     assert findings.rules[0].worst is not None
