@@ -222,8 +222,7 @@ def _table(findings: "Findings") -> Table:
     for column in ("rule", "lost [95 %]", "worst seed", "without attack", "verdict"):
         is_text = column in ("rule", "verdict")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "rule", overflow="fold")
-    ranked = sorted(findings.rules, key=lambda each: -inf if each.worst is None else each.harm(each.worst).value)
-    for each in ranked:
+    for each in findings.ranked(findings.rules):
         without = f"{each.without.lost.mean():.0%}"
         if each.worst is None:
             table.add_row(each.rule, "–", "–", without, each.verdict)

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from hashlib import sha256
 from math import inf, log10
 from pathlib import Path
@@ -134,16 +135,19 @@ class Honest:
         """When each of these curves [curve] reaches the level, over one cell."""
         return trajectories_to_reach(progress, returns, self.level, float(progress[0]))
 
+    @cached_property
+    def _time(self) -> float:
+        """When half of its own seeds reach the level; if fewer do, when their mean does, which it does always."""
+        progress, returns = self.result.progress, self.result.returns
+        median = float(lower_median(self._times(progress, returns)))
+        return median if np.isfinite(median) else float(self._times(progress, self.curve[None])[0])
+
     def measured(self, result: Result) -> Measured:
         settings, curve = result.settings, np.interp(result.progress, self.result.progress, self.curve)
         # A seed that diverged learns nothing from then on.
         returns = np.where(np.isfinite(result.returns), result.returns, self.start)
         gained = max(float(np.mean(curve)) - self.start, 1e-9)
         learned = max(self.end - self.start, 1e-9)
-        own = self._times(self.result.progress, self.result.returns)
-        honest_time = float(lower_median(own))
-        if not np.isfinite(honest_time):  # the mean curve gets there always
-            honest_time = float(self._times(self.result.progress, self.curve[None])[0])
         return Measured(
             rule=str(settings.aggregator),
             attack=str(settings.attack) if settings.num_attackers else None,
@@ -154,7 +158,7 @@ class Honest:
             returns=returns,
             lost=np.mean(curve - returns, axis=1) / gained,
             lost_at_end=(self.end - np.mean(returns[:, result.progress > 0.9 * result.progress[-1]], axis=1)) / learned,
-            slowdown=self._times(result.progress, returns) / honest_time,
+            slowdown=self._times(result.progress, returns) / self._time,
             targeted=result.metrics["targeted"][:, 0] if "targeted" in result.metrics else None,
         )
 
@@ -409,29 +413,35 @@ class Findings:
     cut_short: tuple[str, ...]  # the parts that the budget did not suffice for
     seconds: float
 
+    def ranked(self, rules: Sequence[RuleFindings]) -> list[RuleFindings]:
+        """Rules by their worst attack, the least harmed one first; untested ones last."""
+
+        def harm(found: RuleFindings) -> float:
+            return float(np.mean(found.worst.harm(self.plan.goal))) if found.worst else inf
+
+        return sorted(rules, key=harm)
+
     def command(self, measured: Measured) -> str:
         """The command that trains this federation again."""
-        return replay(self.plan, measured)
-
-
-def replay(plan: Plan, measured: Measured) -> str:
-    """The command that trains a federation of the audit again."""
-    config, default = plan.config, Config()
-    options = {"algorithm": config.algorithm, "aggregator": measured.rule, "num_byzantine": measured.num_byzantine}
-    options["num_attackers"] = measured.num_attackers
-    if measured.attack is not None:
-        options["attack"] = measured.attack
-    options |= {"num_seeds": len(measured.lost), "seed": measured.seed}
-    words = ["byzpg", "train"]
-    for option in fields(Config):
-        name = option.name
-        value = options.get(name, getattr(config, name))
-        if name in options or value != getattr(default, name):
-            words += [
-                f"--{name.replace('_', '-')}",
-                *map(quote, map(str, value if isinstance(value, tuple) else [value])),
-            ]
-    return " ".join([*words, "--no-compare"])
+        config, default = self.plan.config, Config()
+        options = {
+            "algorithm": config.algorithm,
+            "aggregator": measured.rule,
+            "num_byzantine": measured.num_byzantine,
+            "num_attackers": measured.num_attackers,
+            "num_seeds": len(measured.lost),
+            "seed": measured.seed,
+        }
+        if measured.attack is not None:
+            options["attack"] = measured.attack
+        words = ["byzpg", "train"]
+        for option in fields(Config):
+            name = option.name
+            value = options.get(name, getattr(config, name))
+            if name in options or value != getattr(default, name):
+                texts = map(str, value if isinstance(value, tuple) else [value])
+                words += [f"--{name.replace('_', '-')}", *map(quote, texts)]
+        return " ".join([*words, "--no-compare"])
 
 
 # The share of the budget by which each part of the audit has to be over.
@@ -537,9 +547,22 @@ class Audit:
         try:
             return self.bench.measure(configs, what or part, self._deadline(part))
         except OutOfTime:
-            if part not in self.cut_short:
-                self.cut_short.append(part)
+            self._cut(part)
             return None
+
+    def _cut(self, part: str) -> None:
+        """Remember that the budget did not suffice for all of a part."""
+        if part not in self.cut_short:
+            self.cut_short.append(part)
+
+    def _on_fresh_seeds(
+        self, honest: Honest, part: str, places: Sequence[tuple[str, str | None]]
+    ) -> dict[tuple[str, str | None], Measured] | None:
+        """What rules do under attacks (None: nobody attacks) on the reported seeds, or None if the time is over."""
+        plan = self.plan
+        configs = [plan.federation(rule, attack, REPORTED_SEED, plan.report_seeds) for rule, attack in places]
+        results = self._measure(part, configs)
+        return None if results is None else dict(zip(places, map(honest.measured, results), strict=True))
 
     def _try(
         self,
@@ -592,7 +615,7 @@ class Audit:
             took = time.monotonic() - began
             if time.monotonic() + took > self._deadline("the search"):
                 if generation + 1 < plan.generations:
-                    self.cut_short.append("the search")
+                    self._cut("the search")
                 break
         finalists = {rule: self._ranked(rule)[:FINALISTS] for rule in plan.rules}
         for rule in plan.rules:  # the worst known one is always among them
@@ -618,13 +641,11 @@ class Audit:
     def _report(self, honest: Honest) -> list[RuleFindings]:
         plan = self.plan
         places = [(rule, attack) for rule in plan.rules for attack in dict.fromkeys([None, *self._worst(rule)])]
-        configs = [plan.federation(rule, attack, REPORTED_SEED, plan.report_seeds) for rule, attack in places]
-        results = self._measure("fresh seeds", configs)
-        if results is None:
+        measured = self._on_fresh_seeds(honest, "fresh seeds", places)
+        if measured is None:
             raise ValueError(
                 f"the budget of {self.budget:.0f} s was over before anything was measured on fresh seeds: give it more."
             )
-        measured = {place: honest.measured(result) for place, result in zip(places, results, strict=True)}
         findings = []
         for rule in plan.rules:
             worst, known = self._worst(rule)
@@ -666,7 +687,7 @@ class Audit:
         if found.worst is None or found.worst.attack is None:
             return {}
         if time.monotonic() > self._deadline("theory"):
-            self.cut_short += [] if "theory" in self.cut_short else ["theory"]
+            self._cut("theory")
             return {}
         config = self.plan.federation(found.rule, found.worst.attack, 0, 1).resolved()
         rule, attacks = config.aggregator, list[MessageAttack]([AvgZero(), ALIE()])
@@ -688,11 +709,9 @@ class Audit:
             return []
         plan, attacks = self.plan, (None, found.worst.attack)
         places = [(rule, attack) for rule in plan.beside for attack in attacks]
-        configs = [plan.federation(rule, attack, REPORTED_SEED, plan.report_seeds) for rule, attack in places]
-        results = self._measure("other rules", configs)
-        if results is None:
+        measured = self._on_fresh_seeds(honest, "other rules", places)
+        if measured is None:
             return []
-        measured = {place: honest.measured(result) for place, result in zip(places, results, strict=True)}
         return [
             RuleFindings(rule, measured[rule, None], measured[rule, attacks[1]], None, (), goal=plan.goal)
             for rule in plan.beside

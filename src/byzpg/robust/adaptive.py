@@ -4,7 +4,7 @@ All numbers of `Adaptive` are data to a compiled program, so that many candidate
 The two attacks on play have few, and are code.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
@@ -103,9 +103,8 @@ class Adaptive(MessageAttack):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Whole numbers too are data: as text they are read as int.
-        for option in fields(self):
-            if option.name in self.numbers:
-                object.__setattr__(self, option.name, float(getattr(self, option.name)))
+        for name in self.numbers:
+            object.__setattr__(self, name, float(getattr(self, name)))
         check_finite(self, **{name: getattr(self, name) for name in self.numbers})
         _check_share(self, duty=self.duty, silent=self.silent, reach=self.reach)
         if self.period < 1:

@@ -107,8 +107,8 @@ def summary(findings: Findings) -> dict[str, Any]:
             "without_attack": _as_data(found.without.estimates()["lost"]),
         }
 
-    rules = [row(each, searched=True) for each in _ranked(findings, findings.rules)]
-    return {"rules": rules + [row(each, searched=False) for each in _ranked(findings, findings.beside)]}
+    rules = [row(each, searched=True) for each in findings.ranked(findings.rules)]
+    return {"rules": rules + [row(each, searched=False) for each in findings.ranked(findings.beside)]}
 
 
 def _as_data(found: Estimate | None) -> dict[str, float] | None:
@@ -146,15 +146,6 @@ def _leaderboard_row(row: Mapping[str, Any]) -> list[str]:
 def _settings(findings: Findings) -> Settings:
     """Of the federation, whose aggregator and f are those of the honest one."""
     return findings.plan.honest(0, 1).resolved()
-
-
-def _harm(findings: Findings, found: RuleFindings) -> float:
-    return float(np.mean(found.worst.harm(findings.plan.goal))) if found.worst else inf
-
-
-def _ranked(findings: Findings, rules: Sequence[RuleFindings]) -> list[RuleFindings]:
-    """Rules by their worst attack, the least harmed one first; untested ones last."""
-    return sorted(rules, key=lambda each: _harm(findings, each))
 
 
 # Words
@@ -274,7 +265,7 @@ def _targeted(findings: Findings, measured: Measured) -> str:
 
 
 def _verdicts(findings: Findings) -> list[str]:
-    ranked = _ranked(findings, findings.rules)
+    ranked = findings.ranked(findings.rules)
     if len(ranked) == 1 or ranked[0].worst is None:
         return [verdict(findings, ranked[0])]
     tested = [each for each in ranked if each.worst]
@@ -337,7 +328,7 @@ def _page(findings: Findings, about: Mapping[str, Any]) -> str:
         "seeds behind each number": f"{findings.plan.report_seeds}",
         "time": duration(findings.seconds),
     }
-    ranked = _ranked(findings, rules)
+    ranked = findings.ranked(rules)
     sections = {
         "": _missing(findings),
         "The worst attack": "".join(_attacks(findings, each) for each in ranked if each.worst),
@@ -445,7 +436,7 @@ def _ranking(findings: Findings, ranked: Sequence[RuleFindings]) -> str:
     beside = "Not audited themselves: trained under the attack found against " + findings.rules[0].rule
     groups = {"Audited" if findings.beside else "": [row(each, searched=True) for each in ranked]}
     if findings.beside:
-        groups[escape(beside)] = [row(each, searched=False) for each in _ranked(findings, findings.beside)]
+        groups[escape(beside)] = [row(each, searched=False) for each in findings.ranked(findings.beside)]
     caption = f"Rules by their worst attack, the least harmed first ({_number_of_seeds(findings)})."
     return table(caption, head, groups) + guide("Reading the table", GUIDE)
 
