@@ -3,6 +3,7 @@
     python benchmarks/robust.py                      # the three smaller sizes, and MDA's own table
     python benchmarks/robust.py --sizes 100x1000000  # K = 100, d = 1,000,000
     python benchmarks/robust.py --sizes 5x50         # a quick check
+    python benchmarks/robust.py --costs              # the rules of `byzpg audit --aggregator all`, by size
     python benchmarks/robust.py --against            # side by side with ByzFL and ByzPy: pip install '.[against]'
 
 Baselines: (a) the naive NumPy twin of each rule (benchmarks/references/twins.py), called once per receiver; (b) the
@@ -34,6 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 from references import twins
 
+from byzpg import Config
+from byzpg.cli.audit import LEADERBOARD
 from byzpg.robust import aggregators, agreement, attacks
 from byzpg.robust.exchange import exchange
 
@@ -153,6 +156,31 @@ def table(num_agents: int, dimension: int) -> None:
         naive = naive_ms(name, rows, used)
         against = "| – | – |" if naive is None else f"| {naive:.3g} | {naive / ours:.0f}× |"
         print(f"| {name} | {used} | {ours:.3g} {against} {ours / products:.1f}× |", flush=True)
+
+
+def costs(sizes: list[tuple[int, int]]) -> None:
+    """What one exchange costs with each rule of the audit's leaderboard, at a server and at all receivers."""
+    texts = [f"K = {num_agents}, d = {dimension:,}" for num_agents, dimension in sizes]
+    print("\nMilliseconds of one exchange at a server / at all K agents:\n")
+    print(f"| rule | {' | '.join(texts)} |")
+    print("|---|" + "---:|" * len(sizes), flush=True)
+    for name in LEADERBOARD:
+        cells = []
+        for num_agents, dimension in sizes:
+            f = (num_agents - 1) // 4
+            rule = Config(aggregator=name, num_agents=num_agents, num_byzantine=0).resolved().aggregator
+            if f > rule.max_byzantine(num_agents):
+                cells.append("–")
+                continue
+            rows = jnp.asarray(vectors(num_agents, dimension))
+            run = partial(
+                exchange, rule, rows, byzantine=jnp.arange(num_agents - f, num_agents), attack=ATTACK, num_byzantine=f
+            )
+            key, repeats = jax.random.key(0), 3 if rows.size > 1e6 else 20
+            each = [partial(run, key=key, at_server=at_server) for at_server in (True, False)]
+            jax.block_until_ready([one() for one in each])  # compile
+            cells.append(" / ".join(f"{float(f'{best_ms(one, repeats):.2g}'):g}" for one in each))
+        print(f"| `{name.replace('()', '')}` | {' | '.join(cells)} |", flush=True)
 
 
 def large_table(num_agents: int, dimension: int) -> None:
@@ -294,6 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["13x386", "13x4996", "50x100000"], metavar="KxD")
     parser.add_argument("--one", choices=list(RULES), help="measure this rule alone at the first size: ms, f, peak GiB")
+    parser.add_argument("--costs", action="store_true", help="compare the rules of the audit's leaderboard instead")
     parser.add_argument("--against", action="store_true", help="compare with ByzFL and ByzPy instead")
     arguments = parser.parse_args()
     sizes = [tuple(int(part) for part in size.split("x")) for size in arguments.sizes]
@@ -303,6 +332,9 @@ def main() -> None:
     print(
         f"JAX {jax.__version__} on {jax.devices()[0].platform}, {len(os.sched_getaffinity(0))} cores, attack {ATTACK}"
     )
+    if arguments.costs:
+        costs(sizes)
+        return
     if arguments.against:
         for size in AGAINST_SIZES:
             against(*size)

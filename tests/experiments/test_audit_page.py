@@ -142,15 +142,15 @@ def test_the_page_tells_all_that_was_found(tmp_path: Path) -> None:
         "The search trained 60 candidates, the known attacks and 3 generations of adaptive ones, on seeds 500 to 501,",
         "All numbers below are of seeds 2000 to 2003, which it never saw.",
         "The budget did not suffice for: all generations of the search the rules beside",
-        "Attackers send the honest mean minus 1.4 times itself to all receivers, from iteration 20 on.",
-        f"--attack '{FOUND}' --num-seeds 4 --seed 2000 --trajectories 400 --aggregator",
-        "Worst known attack: ALIE()",
-        "--attack 'ALIE()'",
         "Rules by their worst attack, the least harmed first (4 seeds).",
         f"{odd} 3 10 [8, 12] 10 [8, 12] 1.1× [1.1×, 1.1×] 12 adaptive 0 [−2, 2] slowed",
         "Mean() 3 100 [98, 102] 100 [98, 102] never [never, never] 102 adaptive 0 [−2, 2] lost",
         "Not audited themselves: trained under the attack found against Mean() Krum() 3 20 [18, 22]",
         "not audited Reading the table",
+        "Attackers send the honest mean minus 1.4 times itself to all receivers, from iteration 20 on.",
+        f"--attack '{FOUND}' --num-seeds 4 --seed 2000 --trajectories 400 --aggregator",
+        "Worst known attack: ALIE()",
+        "--attack 'ALIE()'",
         "Mean() (f = 3) loses half of the learning or more from 2 attackers on.",
         "4, more than f 133",
         "A large constant alone does not mean harm",
@@ -218,21 +218,30 @@ def test_an_attack_in_words(attack: Any, words: str) -> None:
 
 
 def test_a_leaderboard_ranks_by_what_is_lost() -> None:
-    with_momentum = summary(findings(of_rule("Mean()", 1.0), of_rule("RFA()", 0.2), beside=(of_rule("Krum()", 0.0),)))
     long = f"Bucketing({'NNM(' * 30}RFA(){')' * 30}, size=2)"
-    one = findings(of_rule("Median()", 0.1), of_rule("Zeno()", None), of_rule(long, 0.6))
-    without = summary(replace(one, plan=replace(one.plan, config=replace(one.plan.config, momentum=0.0))))
-    assert json.loads(json.dumps([with_momentum, without], allow_nan=False)) == [with_momentum, without]
-    title, _, head, _, *rows = leaderboard([with_momentum, without]).splitlines()
-    assert title == "CartPole-v1, DecByzPG, K = 13, f = 3:"
-    assert head.count("|") == 8
+    several = [of_rule("Mean()", 1.0), of_rule("RFA()", 0.2), of_rule("Zeno()", None), of_rule(long, 0.6)]
+    numbers = summary(findings(*several, beside=(of_rule("Krum()", 0.0),)))
+    assert json.loads(json.dumps(numbers, allow_nan=False)) == numbers
+    title, _, head, _, *rows = leaderboard(numbers).splitlines()
+    assert title == "CartPole-v1, DecByzPG, K = 13, f = 3, momentum 0.8:"
+    assert head.endswith("| without attack | worst known | 1 to 4 attackers |")
     assert max(map(len, rows)) <= 120
-    assert rows[:2] == [
-        "| `Median` | 0 | adaptive | 10 % [8, 12] | 12 % | 1.1× | 0 % |",
-        "| `RFA` | 0.8 | adaptive | 20 % [18, 22] | 22 % | 1.2× | 0 % |",
-    ]
-    assert [row.split("`")[1][:6] for row in rows[2:]] == ["Bucket", "Mean", "Zeno"]
-    assert rows[3].split(" | ")[5] == "never"
+    assert rows[0] == "| `RFA` | adaptive | 20 % [18, 22] | 22 % | 1.2× | 0 % | ALIE, 5 % | 7, 13, 20, 27 % |"
+    assert [row.split("`")[1][:6] for row in rows[1:]] == ["Bucket", "Mean", "Zeno"]
+    assert rows[2].split(" | ")[4] == "never"
+    assert rows[3] == "| `Zeno` | none tried | – | – | – | 0 % | – | – |"
+
+
+def test_the_page_of_one_rule_begins_with_its_worst_attack(tmp_path: Path) -> None:
+    page = text_of(findings(of_rule("RFA()", 0.2)), tmp_path / "audit.html")
+    assert page.index("Worst attack found:") < page.index("Rules by their worst attack")
+
+
+def test_a_leaderboard_leaves_out_what_was_not_measured() -> None:
+    one = replace(of_rule("RFA()", 0.2), known=None, breaking=())
+    _, _, head, _, row = leaderboard(summary(findings(one))).splitlines()
+    assert head.endswith("| without attack |")
+    assert row.endswith("| 1.2× | 0 % |")
 
 
 def test_a_browser_shows_it_at_all_widths_and_in_both_themes(tmp_path: Path) -> None:

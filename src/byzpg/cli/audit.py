@@ -100,7 +100,7 @@ class Audit:
     seed: int = 0
     """Seed of the search."""
     directory: Path = Path("audit")
-    """Directory for measurements, the page (audit.html) and its numbers (audit.json)."""
+    """Directory for measurements, the page (audit.html), its numbers (audit.json) and its ranking (audit.md)."""
     hardware: HardwareOptions = field(default_factory=Hardware)
 
     def run(self) -> None:
@@ -198,13 +198,17 @@ class Audit:
         return BESIDE if len(rules) == 1 else ()
 
     def _conclude(self, findings: "Findings") -> None:
-        from byzpg.experiments.report.audit import summary, verdict, write_audit
+        from byzpg.experiments.report.audit import leaderboard, summary, verdict, write_audit
 
         about = {**provenance(), "command": this_command(), "seconds": findings.seconds}
-        page, numbers = self.directory / "audit.html", self.directory / "audit.json"
+        page, numbers = self.directory / "audit.html", summary(findings)
         write_audit(findings, page, about)
-        text = json.dumps({**summary(findings), "provenance": about}, ensure_ascii=False, indent=1)
-        write_atomically(numbers, lambda file: file.write(text.encode()))
+        texts = {
+            "audit.json": json.dumps({**numbers, "provenance": about}, ensure_ascii=False, indent=1),
+            "audit.md": leaderboard(numbers),
+        }
+        for name, text in texts.items():
+            write_atomically(self.directory / name, lambda file, text=text: file.write(text.encode()))
         console.print(_table(findings))
         first = findings.rules[0]
         if first.worst is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from math import ceil, inf, isfinite
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,10 @@ def summary(findings: Findings) -> dict[str, Any]:
             "known_attack": known.attack if known else None,
             "known_lost": _as_data(known.estimates()["lost"]) if known else None,
             "without_attack": _as_data(found.without.estimates()["lost"]),
+            "by_attackers": [
+                {"attackers": each.num_attackers, "lost": _as_data(each.estimates()["lost"])} for each in found.breaking
+            ],
+            "constants": dict(found.constants),
         }
 
     rules = [row(each, searched=True) for each in findings.ranked(findings.rules)]
@@ -115,32 +119,48 @@ def _as_data(found: Estimate | None) -> dict[str, float] | None:
     return None if found is None else {"value": found.value, "low": found.low, "high": found.high}
 
 
-def leaderboard(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Audited rules of several summaries as Markdown, a table per federation; those that lose least come first."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in (row for each in summaries for row in each["rules"] if row["searched"]):
-        groups.setdefault(f"{row['task']}, {row['algorithm']}, K = {row['K']}, f = {row['f']}", []).append(row)
-    head = ("rule", "momentum", "worst attack", "lost [95 %]", "worst seed", "slowdown", "without attack")
-    parts = []
-    for title, rows in groups.items():
-        rows = sorted(rows, key=lambda row: row["lost"]["value"] if row["lost"] else inf)
-        lines = [head, ["---"] * len(head), *map(_leaderboard_row, rows)]
-        parts.append(f"{title}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines))
-    return "\n".join(parts)
+def leaderboard(numbers: Mapping[str, Any]) -> str:
+    """The audited rules of a `summary` as Markdown, the least harmed first."""
+    rows = [row for row in numbers["rules"] if row["searched"]]
+    one = rows[0]
+    title = f"{one['task']}, {one['algorithm']}, K = {one['K']}, f = {one['f']}, momentum {one['momentum']:g}"
+    head = ["rule", "worst attack", "lost [95 %]", "worst seed", "slowdown", "without attack"]
+    columns = [_leaderboard_row(row) for row in rows]
+    if any(row["known_attack"] for row in rows):
+        head.append("worst known")
+        for cells, row in zip(columns, rows, strict=True):
+            known = row["known_lost"]
+            cells.append(f"{_short(row['known_attack'])}, {percent(known['value'])} %" if known else "–")
+    if any(row["by_attackers"] for row in rows):
+        most = max(len(row["by_attackers"]) for row in rows)
+        head.append(f"1 to {most} attackers")
+        for cells, row in zip(columns, rows, strict=True):
+            several = ", ".join(percent(each["lost"]["value"]) for each in row["by_attackers"])
+            cells.append(f"{several} %" if several else "–")
+    for cells in columns:
+        cells[0] = f"`{_cut(cells[0].replace('()', '').replace('|', '/'), 111 - len(' | '.join(cells[1:])))}`"
+    places = ["---", "---", *["---:"] * (len(head) - 2)]
+    return f"{title}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in (head, places, *columns))
 
 
 def _leaderboard_row(row: Mapping[str, Any]) -> list[str]:
-    cells = [f"{row['momentum']:g}", "none tried", "–", "–", "–"]
+    cells = [row["rule"], "none tried", "–", "–", "–"]
     if row["lost"] is not None:
         cells[1:] = [
-            _family(row["worst_attack"])[:20],
+            _short(row["worst_attack"]),
             _percent_with_interval(Estimate(**row["lost"])),
             f"{percent(row['worst_seed'])} %",
             "never" if row["slowdown"] is None else times(row["slowdown"]),
         ]
-    cells.append(f"{percent(row['without_attack']['value'])} %")
-    name, room = row["rule"].replace("()", "").replace("|", "/"), 111 - len(" | ".join(cells))
-    return [f"`{name if len(name) <= room else f'{name[: room - 1]}…'}`", *cells]
+    return [*cells, f"{percent(row['without_attack']['value'])} %"]
+
+
+def _short(attack: str) -> str:
+    return _cut(_family(attack), 16)
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: room - 1]}…"
 
 
 def _settings(findings: Findings) -> Settings:
@@ -307,7 +327,8 @@ def _search(findings: Findings) -> str:
     if not findings.candidates:
         return f"All numbers are of seeds {_seeds(REPORTED_SEED, plan.report_seeds)}."
     generations = f"{findings.generations} generation{'s' * (findings.generations != 1)}"
-    text = f"The search trained {findings.candidates} candidates, the known attacks and {generations} of adaptive ones"
+    known = "the known attacks and " * any(each.known for each in findings.rules)
+    text = f"The search trained {findings.candidates} candidates, {known}{generations} of adaptive ones"
     text += f", on seeds {_seeds(SEARCH_SEED, plan.search_seeds)}"
     if "the best on more seeds" not in findings.cut_short:
         text += f", and the best of them on seeds {_seeds(SELECTION_SEED, 2 * plan.search_seeds)}"
@@ -329,11 +350,13 @@ def _page(findings: Findings, about: Mapping[str, Any]) -> str:
         "time": duration(findings.seconds),
     }
     ranked = findings.ranked(rules)
+    ranking = {"The ranking": _ranking(findings, ranked)}  # what a reader of many rules is here for, so first for them
     sections = {
         "": _missing(findings),
+        **(ranking if len(rules) > 1 else {}),
         "The worst attack": "".join(_attacks(findings, each) for each in ranked if each.worst),
         "Learning curves": _curves(findings, ranked),
-        "The ranking": _ranking(findings, ranked),
+        **(ranking if len(rules) == 1 else {}),
         "Where it breaks": _breaking(findings, ranked),
         "Theory": _theory(ranked),
         "Attacks that were tried": "".join(_tried(findings, each) for each in ranked if each.searched),
