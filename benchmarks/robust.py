@@ -167,14 +167,19 @@ def costs(sizes: list[tuple[int, int]]) -> None:
     for name in LEADERBOARD:
         cells = []
         for num_agents, dimension in sizes:
-            f = (num_agents - 1) // 4
+            num_byzantine = (num_agents - 1) // 4
             rule = Config(aggregator=name, num_agents=num_agents, num_byzantine=0).resolved().aggregator
-            if f > rule.max_byzantine(num_agents):
+            if num_byzantine > rule.max_byzantine(num_agents):
                 cells.append("–")
                 continue
             rows = jnp.asarray(vectors(num_agents, dimension))
             run = partial(
-                exchange, rule, rows, byzantine=jnp.arange(num_agents - f, num_agents), attack=ATTACK, num_byzantine=f
+                exchange,
+                rule,
+                rows,
+                byzantine=jnp.arange(num_agents - num_byzantine, num_agents),
+                attack=ATTACK,
+                num_byzantine=num_byzantine,
             )
             key, repeats = jax.random.key(0), 3 if rows.size > 1e6 else 20
             each = [partial(run, key=key, at_server=at_server) for at_server in (True, False)]

@@ -277,3 +277,4 @@ def test_a_real_audit_finds_the_flaw_of_a_weakened_rule(tmp_path: Path) -> None:
     assert weak > sound + 0.2
     assert "Replay the worst attack on weak:weak()" in made.stdout
     assert "<html" in (tmp_path / "audit" / "audit.html").read_text()
+    assert "| `weak:weak` | " in (tmp_path / "audit" / "audit.md").read_text()

@@ -237,11 +237,30 @@ def test_the_page_of_one_rule_begins_with_its_worst_attack(tmp_path: Path) -> No
     assert page.index("Worst attack found:") < page.index("Rules by their worst attack")
 
 
-def test_a_leaderboard_leaves_out_what_was_not_measured() -> None:
+def test_a_leaderboard_leaves_out_what_was_not_measured(tmp_path: Path) -> None:
     one = replace(of_rule("RFA()", 0.2), known=None, breaking=())
     _, _, head, _, row = leaderboard(summary(findings(one))).splitlines()
     assert head.endswith("| without attack |")
     assert row.endswith("| 1.2× | 0 % |")
+    page = text_of(findings(one), tmp_path / "audit.html")
+    assert "The search trained 60 candidates, 3 generations of adaptive ones, on seeds" in page
+
+
+def test_every_number_is_in_its_place() -> None:
+    lost = np.array([0.1, 0.1, 0.1, 0.5])  # whose worst seed lies beyond the interval of the mean
+    worst = replace(measured("RFA()", "my_parts:AnAttackWithALongName()", 0.2), lost=lost, lost_at_end=lost / 2)
+    one = replace(of_rule("a:b('|')", 0.2), worst=worst, without=measured("RFA()", None, 0.03, attackers=0))
+    (row,) = summary(findings(one))["rules"]
+    assert row["lost"]["value"] == pytest.approx(0.2)
+    assert row["lost_at_end"]["value"] == pytest.approx(0.1)
+    assert row["worst_seed"] == 0.5
+    assert row["without_attack"]["value"] == pytest.approx(0.03)
+    assert row["known_lost"]["value"] == pytest.approx(0.05)
+    assert [each["attackers"] for each in row["by_attackers"]] == [1, 2, 3, 4]
+    assert row["constants"]["measured"] == 1463.0
+    line = leaderboard(summary(findings(one))).splitlines()[4]
+    assert line.startswith("| `a:b('/')` | AnAttackWithALo… | 20 % [10, ")
+    assert "| 50 % | 1.2× | 3 % | ALIE, 5 % |" in line
 
 
 def test_a_browser_shows_it_at_all_widths_and_in_both_themes(tmp_path: Path) -> None:

@@ -125,22 +125,22 @@ def leaderboard(numbers: Mapping[str, Any]) -> str:
     one = rows[0]
     title = f"{one['task']}, {one['algorithm']}, K = {one['K']}, f = {one['f']}, momentum {one['momentum']:g}"
     head = ["rule", "worst attack", "lost [95 %]", "worst seed", "slowdown", "without attack"]
-    columns = [_leaderboard_row(row) for row in rows]
+    lines = [_leaderboard_row(row) for row in rows]
     if any(row["known_attack"] for row in rows):
         head.append("worst known")
-        for cells, row in zip(columns, rows, strict=True):
+        for cells, row in zip(lines, rows, strict=True):
             known = row["known_lost"]
             cells.append(f"{_short(row['known_attack'])}, {percent(known['value'])} %" if known else "–")
     if any(row["by_attackers"] for row in rows):
         most = max(len(row["by_attackers"]) for row in rows)
         head.append(f"1 to {most} attackers")
-        for cells, row in zip(columns, rows, strict=True):
+        for cells, row in zip(lines, rows, strict=True):
             several = ", ".join(percent(each["lost"]["value"]) for each in row["by_attackers"])
             cells.append(f"{several} %" if several else "–")
-    for cells in columns:
+    for cells in lines:
         cells[0] = f"`{_cut(cells[0].replace('()', '').replace('|', '/'), 111 - len(' | '.join(cells[1:])))}`"
-    places = ["---", "---", *["---:"] * (len(head) - 2)]
-    return f"{title}:\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in (head, places, *columns))
+    alignment = ["---", "---", *["---:"] * (len(head) - 2)]
+    return f"{title}:\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in (head, alignment, *lines))
 
 
 def _leaderboard_row(row: Mapping[str, Any]) -> list[str]:
