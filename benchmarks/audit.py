@@ -21,6 +21,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.lines import Line2D
 
 from byzpg import Config
 from byzpg._files import write_atomically
@@ -155,7 +156,7 @@ def draw(boards: dict[str, dict[str, dict]]) -> None:
         axis.set_xlabel("learning lost, %")
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(len(rules)), [rule.replace("()", "") for rule in rules], fontsize=8)
-    marks = [plt.Line2D([], [], color=colour, marker="o", markersize=4) for colour in ("#0072b2", "#d55e00")]
+    marks = [Line2D([], [], color=colour, marker="o", markersize=4) for colour in ("#0072b2", "#d55e00")]
     figure.legend(marks, ["with momentum", "without momentum"], loc="outside upper right", ncols=2, fontsize=9)
     figure.savefig(RESULTS / "figures" / "audit.png", dpi=110)
 

@@ -158,7 +158,7 @@ def table(num_agents: int, dimension: int) -> None:
         print(f"| {name} | {used} | {ours:.3g} {against} {ours / products:.1f}× |", flush=True)
 
 
-def costs(sizes: list[tuple[int, int]]) -> None:
+def costs(sizes: list[tuple[int, ...]]) -> None:
     """What one exchange costs with each rule of the audit's leaderboard, at a server and at all receivers."""
     texts = [f"K = {num_agents}, d = {dimension:,}" for num_agents, dimension in sizes]
     print("\nMilliseconds of one exchange at a server / at all K agents:\n")
