@@ -28,15 +28,16 @@ from byzpg._files import write_atomically
 from byzpg.cli.audit import LEADERBOARD
 from byzpg.config import REPORTED_SEED
 from byzpg.experiments.audit import Audit, Honest, Plan
+from byzpg.experiments.figures import COLOURS, save
 
 NINE = "Mean Median TrimmedMean Krum MultiKrum MDA RFA CenteredClipping(radius=10.0) NNM(TrimmedMean())"
 EIGHT = "Median TrimmedMean Krum MultiKrum RFA CAF MoNNA NNM(TrimmedMean())"
 MUJOCO = "Mean Median TrimmedMean MeaMed Krum MultiKrum RFA CenteredClipping(radius=10.0) NNM(TrimmedMean())"
 SHORT = "--algorithm ByzPG --trajectories 300 --generations 3"
-CARTPOLE = "--algorithm ByzPPO --steps 20480 --generations 3 --search-seeds 4 --report-seeds 20 --known"
 PENDULUM = "--env Pendulum-v1 --algorithm ByzPPO --steps 20480 --report-seeds 10 --known"
 LANDER = "--env LunarLander-v3 --algorithm ByzPPO --steps 61440 --generations 1 --report-seeds 10 --known"
 TWENTY = "--search-seeds 4 --report-seeds 20 --known"
+CARTPOLE = f"--algorithm ByzPPO --steps 20480 --generations 3 {TWENTY}"
 FIXED = "--no-breaking-point"
 NO_MOMENTUM = f"--momentum 0 {FIXED}"
 # Rules, and the other options of `byzpg audit`.
@@ -144,7 +145,7 @@ def draw(boards: dict[str, dict[str, dict]]) -> None:
     rules.sort(key=lambda rule: -np.mean([boards[name][rule]["lost"]["value"] for name in of_all]))
     figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 4.6), sharey=True, layout="constrained")
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
-        for name, colour, shift in zip(names, ("#0072b2", "#d55e00"), (0.12, -0.12), strict=False):
+        for name, colour, shift in zip(names, COLOURS, (0.12, -0.12), strict=False):
             for place, rule in enumerate(rules):
                 if rule in boards[name]:
                     lost = boards[name][rule]["lost"]
@@ -156,9 +157,9 @@ def draw(boards: dict[str, dict[str, dict]]) -> None:
         axis.set_xlabel("learning lost, %")
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(len(rules)), [rule.replace("()", "") for rule in rules], fontsize=8)
-    marks = [Line2D([], [], color=colour, marker="o", markersize=4) for colour in ("#0072b2", "#d55e00")]
+    marks = [Line2D([], [], color=colour, marker="o", markersize=4) for colour in COLOURS[:2]]
     figure.legend(marks, ["with momentum", "without momentum"], loc="outside upper right", ncols=2, fontsize=9)
-    figure.savefig(RESULTS / "figures" / "audit.png", dpi=110)
+    save(figure, RESULTS / "figures" / "audit.png")
 
 
 def main() -> None:

@@ -119,19 +119,26 @@ def matrix_products_ms(rows: np.ndarray, num_byzantine: int) -> float:
     return min(blas, xla)
 
 
+def exchange_ms(
+    rule: aggregators.Aggregator | agreement.Agreement, rows: np.ndarray, num_byzantine: int, *, at_server: bool = False
+) -> float:
+    """The time of one exchange under attack, at all receivers or at a server."""
+    num_agents, on_device, key = len(rows), jnp.asarray(rows), jax.random.key(0)
+    attackers = jnp.arange(num_agents - num_byzantine, num_agents)
+    options = {"attack": ATTACK, "num_byzantine": num_byzantine, "key": key, "at_server": at_server}
+
+    def run() -> jax.Array:
+        return exchange(rule, on_device, byzantine=attackers, **options)[0]
+
+    jax.block_until_ready(run())  # compile
+    return best_ms(run, 1 if rows.size > 5e7 else 3 if rows.size > 1e6 else 20)
+
+
 def ours_ms(name: str, rows: np.ndarray, num_byzantine: int) -> tuple[float, int]:
     """The time of all receivers, and the f that was used, which the rule's own bound may lower."""
     rule, _ = RULES[name]
-    num_agents = len(rows)
-    num_byzantine = min(num_byzantine, rule.max_byzantine(num_agents))
-    on_device, key = jnp.asarray(rows), jax.random.key(0)
-    attackers = jnp.arange(num_agents - num_byzantine, num_agents)
-
-    def run() -> jax.Array:
-        return exchange(rule, on_device, byzantine=attackers, attack=ATTACK, num_byzantine=num_byzantine, key=key)[0]
-
-    jax.block_until_ready(run())  # compile
-    return best_ms(run, 1 if rows.size > 5e7 else 3 if rows.size > 1e6 else 20), num_byzantine
+    num_byzantine = min(num_byzantine, rule.max_byzantine(len(rows)))
+    return exchange_ms(rule, rows, num_byzantine), num_byzantine
 
 
 def naive_ms(name: str, rows: np.ndarray, num_byzantine: int) -> float | None:
@@ -172,19 +179,9 @@ def costs(sizes: list[tuple[int, ...]]) -> None:
             if num_byzantine > rule.max_byzantine(num_agents):
                 cells.append("–")
                 continue
-            rows = jnp.asarray(vectors(num_agents, dimension))
-            run = partial(
-                exchange,
-                rule,
-                rows,
-                byzantine=jnp.arange(num_agents - num_byzantine, num_agents),
-                attack=ATTACK,
-                num_byzantine=num_byzantine,
-            )
-            key, repeats = jax.random.key(0), 3 if rows.size > 1e6 else 20
-            each = [partial(run, key=key, at_server=at_server) for at_server in (True, False)]
-            jax.block_until_ready([one() for one in each])  # compile
-            cells.append(" / ".join(f"{float(f'{best_ms(one, repeats):.2g}'):g}" for one in each))
+            rows = vectors(num_agents, dimension)
+            both = [exchange_ms(rule, rows, num_byzantine, at_server=at_server) for at_server in (True, False)]
+            cells.append(" / ".join(f"{float(f'{each:.2g}'):g}" for each in both))
         print(f"| `{name.replace('()', '')}` | {' | '.join(cells)} |", flush=True)
 
 
