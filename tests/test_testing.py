@@ -12,7 +12,7 @@ from jax import Array
 
 from byzpg.envs import CartPole
 from byzpg.learning.policies import CategoricalMLP, GaussianMLP
-from byzpg.robust import Knowledge, Mean, MessageAttack, RewardFlip, aggregator
+from byzpg.robust import Equivocate, Knowledge, Mean, MessageAttack, RewardFlip, aggregator
 from byzpg.robust.aggregators import WeightedAggregator
 from byzpg.testing import ContractError, check_aggregator, check_attack, check_environment, check_policy
 
@@ -75,6 +75,14 @@ class Undeclared(MessageAttack):
 
 
 @dataclass(frozen=True)
+class OneAudience(Equivocate):
+    """Says that all receivers get the same."""
+
+    def audience(self, knowledge: Knowledge, receivers: Array) -> Array:
+        return jnp.zeros_like(receivers)
+
+
+@dataclass(frozen=True)
 class Secretly(RewardFlip):
     """Poisons play, and does not say so."""
 
@@ -92,6 +100,8 @@ def test_attacks() -> None:
         assert f"\n{problem}" in str(caught.value)
     with pytest.raises(ContractError, match=r"\n- play: its episodes are poisoned, and poisons_play is False"):
         check_attack(Secretly(), num_agents=7, num_attackers=2)
+    with pytest.raises(ContractError, match=r"\n- receivers: receivers of one audience get different gradients"):
+        check_attack(OneAudience(), num_agents=7, num_attackers=2)
     with pytest.raises(ContractError, match=r"\n- messages: ValueError: own_parts:wrong_message"):
         check_attack(own_parts.wrong_message(), num_agents=7, num_attackers=2)
     with pytest.raises(ValueError, match="num_attackers must be between 1 and 6, got 0"):

@@ -419,7 +419,8 @@ def check_attack(
     """Check an attack of your own.
 
     Its messages must have the shape [receiver or 1, attacker, d], be the same inside jit, and be the same for a
-    receiver alone as among others. It must say what it does: `needs_key`, `uses_rule` and `poisons_play` in its class.
+    receiver alone as among others, and for all receivers of one `audience`. It must say what it does: `needs_key`,
+    `uses_rule` and `poisons_play` in its class.
 
     The properties that it may have are "false gradients", "false parameters", "equivocation" and "poisoned play".
 
@@ -523,6 +524,13 @@ class _AttackUnderTest:
             ask = self._compiled[phase]
             alone = np.concatenate([ask(known, jnp.asarray([each])) for each in range(self.num_agents)])
             _require(_close(alone, together), f"a receiver alone gets other {phase} than among others.")
+            audience = self.attack.audience(known, self.everyone)
+            if audience is not None:
+                first = np.argmax(np.asarray(audience) == np.asarray(audience)[:, None], axis=1)
+                _require(
+                    np.array_equal(together, together[first], equal_nan=True),
+                    f"receivers of one audience get different {phase}.",
+                )
 
     def needs_key(self) -> None:
         for phase in ("gradients", "parameters"):

@@ -355,6 +355,8 @@ WATCHED = WatchedSplit(scale=3.0)
         (agreement.GDA(), WATCHED, 17_000),  # three groups of four, so one receiver is asked twice
         (agreement.GDA(), WATCHED, 1),  # one by one
         (aggregators.TrimmedMean(), attacks.SignFlip(), 7500),  # one for the honest, and each attacker
+        (aggregators.TrimmedMean(), attacks.Equivocate(scale=3.0), 7500),  # one for each half, and each attacker
+        (aggregators.RFA(), attacks.MDAFooling(), 250),
         (BUCKETS, attacks.SignFlip(), 250),
         (aggregators.TrimmedMean(), attacks.LargeNoise(), 7500),  # random messages, which are not compared
     ],

@@ -184,22 +184,37 @@ def _middle(values: list[Array], num_usable: Array, ranks: range) -> Array:
     return _sum_of_listed(values, low, high + 1, ranks) / (high - low + 1)
 
 
-def _gaps(rows: list[Array], usable: list[Array], centre: Array) -> list[Array]:
-    return [jnp.where(here, jnp.abs(row - centre), jnp.inf) for row, here in zip(rows, usable, strict=True)]
+def _least_reach(lows: list[Array], highs: list[Array], median: Array) -> Array:
+    """The least distance from the median within which a window of ascending values lies, from a low to a high one.
+
+    The values nearest to the median are neighbours in ascending order. So this is the largest gap among them.
+    """
+    windows = zip(lows, highs, strict=False)
+    return reduce(jnp.minimum, [jnp.maximum(median - low, high - median) for low, high in windows])
 
 
-def _mean_near(rows: list[Array], gaps: list[Array], median: Array, limit: Array, count: Array | int) -> Array:
+def _from_place(values: list[Array], first: int, step: int, steps: Array, most: int) -> list[Array]:
+    """values[first + step · steps:], followed by +∞, for a number of steps, at most `most`, that is known later."""
+    values = values[first:]
+    for bit in range(most.bit_length()):
+        missing = [jnp.full_like(values[0], jnp.inf)] * min(len(values), step << bit)
+        taken = (steps >> bit) % 2 == 1
+        values = [jnp.where(taken, *pair) for pair in zip([*values[step << bit :], *missing], values, strict=True)]
+    return values
+
+
+def _mean_near(values: list[Array], median: Array, limit: Array, count: Array | int) -> Array:
     """In each coordinate, average the `count` values nearest to the median; ties go to the smaller value.
 
-    The `limit` is the largest gap between such a value and the median.
+    The `limit` is the largest gap between such a value and the median. Missing values are +∞.
     """
     zero = jnp.zeros_like(median)
-    num_inside, num_below = zero, zero
-    total = zero
-    for row, gap in zip(rows, gaps, strict=True):
+    num_inside, num_below, total = zero, zero, zero
+    for value in values:
+        gap = jnp.abs(value - median)
         num_inside += gap < limit
-        num_below += (gap == limit) & (row < median)
-        total += jnp.where(gap < limit, row, 0)
+        num_below += (gap == limit) & (value < median)
+        total += jnp.where(gap < limit, value, 0)
     room = count - num_inside  # for values exactly at the limit, on either side
     below = jnp.minimum(num_below, room)
     return (total + below * (median - limit) + (room - below) * (median + limit)) / count
@@ -277,10 +292,8 @@ class MeaMed(Aggregator):
         rows, usable = cloud.rows()
         values, num_usable = _sorted(rows, usable, range(num_rows))
         median = _middle(values, num_usable, _middle_ranks(count, num_rows))
-        # The values nearest to the median are neighbours in the sorted list, so the limit is that of the best window.
-        windows = zip(values, values[count - 1 :], strict=False)
-        limit = reduce(jnp.minimum, [jnp.maximum(median - low, high - median) for low, high in windows])
-        return _mean_near(rows, _gaps(rows, usable, median), median, limit, count)[0]
+        limit = _least_reach(values, values[count - 1 :], median)
+        return _mean_near(values, median, limit, count)[0]
 
 
 @dataclass(frozen=True)
@@ -308,10 +321,15 @@ class Bulyan(Aggregator):
         num_usable = jnp.sum(cloud.usable)
         faults = _faults_left(cloud.num_points, num_usable, num_byzantine)
         others = jnp.where(jnp.eye(cloud.num_points, dtype=bool), jnp.inf, cloud.distances())
+        nearest = jnp.argsort(others, axis=1)  # once, since rows only drop out
+        ascending_others = jnp.take_along_axis(others, nearest, axis=1)
+        up_to = jnp.triu(jnp.ones_like(others))
 
         def pick(step: Array, left: Array) -> Array:
             neighbours = jnp.maximum(num_usable - step - faults - 2, 1)
-            scores = sum_of_smallest(jnp.where(left[None, :], others, jnp.inf), neighbours)
+            among = left[nearest]
+            counted = among & (dot(among.astype(others.dtype), up_to) <= neighbours)
+            scores = jnp.sum(jnp.where(counted, ascending_others, 0), axis=1)
             alone = num_usable - step == 1
             best = jnp.argmin(jnp.where(left, jnp.where(alone, 0, scores), jnp.inf))
             return left & (jnp.arange(len(left)) != best)
@@ -320,12 +338,11 @@ class Bulyan(Aggregator):
         # With m missing rows, f' = f − m: so K − 2f + m rows were selected, and K − 4f + 3m of them count.
         most, fewest, least = (cloud.num_points - number * num_byzantine for number in (1, 2, 4))
         rows, selected = cloud.rows(cloud.usable & ~left)
-        ranks = _middle_ranks(fewest, most)
-        median = _middle(*_sorted(rows, selected, ranks), ranks)
-        gaps = _gaps(rows, selected, median)
-        count, ranks = num_usable - 4 * faults, range(least - 1, most)
-        limit = _sum_of_listed(ascending(gaps, ranks), count - 1, count, ranks)
-        return _mean_near(rows, gaps, median, limit, count)[0]
+        values, num_selected = _sorted(rows, selected, range(most))
+        median = _middle(values, num_selected, _middle_ranks(fewest, most))
+        highs = _from_place(values[:most], least - 1, 3, num_byzantine - faults, num_byzantine)
+        limit = _least_reach(values, highs[: 2 * num_byzantine + 1], median)
+        return _mean_near(values[:most], median, limit, num_usable - 4 * faults)[0]
 
 
 # Rules that select or weight whole rows

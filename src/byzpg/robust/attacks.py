@@ -225,6 +225,14 @@ class Attack(Component):
         hook = self.gradients if phase == "gradients" else self.parameters
         return hook(knowledge, receivers)
 
+    def audience(self, knowledge: Knowledge, receivers: Array) -> Array | None:
+        """Return a number ≥ 0 for each of `receivers` [r], the same for those that certainly get the same messages.
+
+        A large federation then applies its rule once for all of them. None, the default, says that this is not known:
+        the messages are compared, which takes longer.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class MessageAttack(Attack):
@@ -783,6 +791,9 @@ class Equivocate(MessageAttack):
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         return jnp.where(_first_half(knowledge, receivers), 1, -self.scale) * knowledge.truth()
 
+    def audience(self, knowledge: Knowledge, receivers: Array) -> Array:
+        return _first_half(knowledge, receivers)[:, 0, 0].astype(int)
+
 
 @dataclass(frozen=True)
 class Dissensus(MessageAttack):
@@ -864,6 +875,9 @@ class MDAFooling(MessageAttack):
         forward, backward = middle + step(1.0) * axis, middle + step(-1.0) * axis
         messages = jnp.where(_first_half(knowledge, receivers), forward, backward)
         return jnp.broadcast_to(messages, (len(receivers), len(knowledge.byzantine), messages.shape[-1]))
+
+    def audience(self, knowledge: Knowledge, receivers: Array) -> Array:
+        return _first_half(knowledge, receivers)[:, 0, 0].astype(int)
 
 
 # Which agents attack

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
@@ -192,7 +193,7 @@ def exchange(
         at_server=at_server,
         vectors=vectors,
         byzantine=byzantine,
-        iteration=jnp.asarray(iteration),
+        iteration=iteration if isinstance(iteration, Array) else np.int32(iteration),  # faster than a jnp array
         keys=key,
     )
     with clear_search_errors():
@@ -393,8 +394,7 @@ def _receive(
     results, weights = shards.whole(here, len(receivers))
     defined = messages.has_own if setting.rule.needs_own and stands_for is not None else None
     if messages.has_combinations(setting.rule):
-        needs_centre = not isinstance(setting.rule, Mean)
-        results = messages.shared.combine(results, stands_for, defined, needs_centre=needs_centre)
+        results = messages.shared.combine(results, stands_for, defined)
     else:
         results = repeated(results, stands_for, defined)
     if weights is not None:
@@ -433,6 +433,7 @@ class _Messages:
             majority=num_agents - setting.num_byzantine,
             num_common=len(honest),
             on_one_device=setting.shards.coordinates == 1,
+            search=not isinstance(setting.rule, Mean),
         )
         shared = replace(shared, ascending=ascending_rows(shared.raw[: len(honest)], usable[: len(honest)]))
         honest_before = knowledge.honest_before(jnp.arange(num_agents))
@@ -502,7 +503,7 @@ class _Messages:
         copies = 0 if setting.rule.has_weights else 2 * num_agents * message
         fit = GROUP_BYTES // (own + copies)
         if jax.default_backend() == "cpu":
-            fit = min(fit, max(2, GROUP_BYTES_ON_CPU // own))
+            fit = min(fit, max(2, GROUP_BYTES_ON_CPU // (own + copies)))
         return max(1, fit)
 
 
@@ -564,6 +565,11 @@ def _same_as_before(setting: _Setting, messages: _Messages, receivers: Array, at
     """Return which receivers certainly get the result of the receiver before them."""
     knowledge = messages.knowledge
     has_own = jnp.append(messages.has_own, True)  # at a server, nothing is missing
+    audience = setting.attack.audience(knowledge, receivers)
+    if audience is not None:
+        at_attacker = jnp.any(messages.is_own(receivers), axis=1)  # which also holds its true vector
+        told = jnp.where(at_attacker, -1 - receivers, audience), has_own[receivers]
+        return jnp.append(False, (told[0][1:] == told[0][:-1]) & (told[1][1:] == told[1][:-1]))
     integer = jnp.int32 if knowledge.vectors.dtype.itemsize == 4 else jnp.int64
 
     def compare(last: tuple[Array, Array], receivers: Array) -> tuple[tuple[Array, Array], Array]:

@@ -180,7 +180,14 @@ class SharedRows:
 
     @staticmethod
     def around(
-        rows: kernels.Rows, usable: Array, *, first: Array, majority: int, num_common: int, on_one_device: bool
+        rows: kernels.Rows,
+        usable: Array,
+        *,
+        first: Array,
+        majority: int,
+        num_common: int,
+        on_one_device: bool,
+        search: bool = True,
     ) -> "SharedRows":
         """Centre the rows on one of them that is near the majority.
 
@@ -194,6 +201,7 @@ class SharedRows:
             majority: How many of `rows.vectors` are trusted to be close together.
             num_common: How many rows, counted from the first, every receiver holds.
             on_one_device: Whether one device holds all coordinates.
+            search: Whether to look for a better centre than the first row. A rule without distances needs none.
         """
         raw, in_kernels, candidates = rows.joined, on_one_device and rows.fit_kernels, len(rows.order)
         eligible = usable[:candidates]
@@ -204,31 +212,36 @@ class SharedRows:
         def products_in_kernel(centre: Array) -> Array:
             return jnp.where(usable[:, None] & usable[None, :], kernels.inner_products(rows, centre), 0)
 
-        def move(search: _CentreSearch) -> _CentreSearch:
-            """Centre the rows on the proposed row, and check whether another one is much nearer to the majority."""
-            index = search.proposal
+        def around_row(index: Array) -> tuple[Array, Array]:
             centre = jnp.where(usable[index], rows.vectors[rows.order[index]], 0)
-            inner = by_platform(centre, cuda=products_in_kernel if in_kernels else None, default=products)
+            return centre, by_platform(centre, cuda=products_in_kernel if in_kernels else None, default=products)
+
+        def move(state: _CentreSearch) -> _CentreSearch:
+            """Centre the rows on the proposed row, and check whether another one is much nearer to the majority."""
+            centre, inner = around_row(state.proposal)
             distances = squared_distances(inner[:candidates, :candidates])
             distances = jnp.where(eligible[:, None] & eligible[None, :], distances, jnp.inf)
             radius = kth_smallest(distances, majority - 1)
             best = jnp.argmin(radius)
-            improvable = radius[index] > CENTRE_SLACK**2 * radius[best]
-            return _CentreSearch(centre, inner, best, improvable, search.num_moves + 1)
+            improvable = radius[state.proposal] > CENTRE_SLACK**2 * radius[best]
+            return _CentreSearch(centre, inner, best, improvable, state.num_moves + 1)
 
-        found = lax.while_loop(
-            lambda search: search.improvable & (search.num_moves < MOST_CENTRE_MOVES),
-            move,
-            _CentreSearch(
-                centre=jnp.zeros_like(raw[0]),
-                inner=jnp.zeros((len(raw), len(raw)), raw.dtype),
-                proposal=first,
-                improvable=jnp.asarray(True),
-                num_moves=jnp.int32(0),
-            ),
-        )
-        centred = _centred(raw, found.centre)
-        return SharedRows(raw, usable, found.centre, centred, found.inner, rows, in_kernels, num_common)
+        if search:
+            found = lax.while_loop(
+                lambda state: state.improvable & (state.num_moves < MOST_CENTRE_MOVES),
+                move,
+                _CentreSearch(
+                    centre=jnp.zeros_like(raw[0]),
+                    inner=jnp.zeros((len(raw), len(raw)), raw.dtype),
+                    proposal=first,
+                    improvable=jnp.asarray(True),
+                    num_moves=jnp.int32(0),
+                ),
+            )
+            centre, inner = found.centre, found.inner
+        else:
+            centre, inner = around_row(first)
+        return SharedRows(raw, usable, centre, _centred(raw, centre), inner, rows, in_kernels, num_common)
 
     def towards_origin(self) -> Array:
         """Return the inner products [c] of the origin with the rows, all of them around the centre."""
@@ -243,24 +256,18 @@ class SharedRows:
 
         return by_platform(cuda=in_place if self.in_kernels else None, default=in_product)
 
-    def combine(
-        self, stored: Array, stands_for: Array | None, defined: Array | None, *, needs_centre: bool = True
-    ) -> Array:
+    def combine(self, stored: Array, stands_for: Array | None, defined: Array | None) -> Array:
         """Return affine combinations of the rows, some of them repeatedly.
 
         Args:
             stored: Coefficients u [m, c + 1] of the rows and the origin; the sum is Σ_j u_j x_j.
             stands_for: [n], which of the sums each result is; None for all of them in turn.
             defined: [n], which results are not NaN; None for all.
-            needs_centre: Whether to compute around the centre. A mean may as well be computed around one of its rows,
-                so that nothing is searched for a rule without distances.
 
         Returns:
             The results [n, d].
         """
         centre = self.centre
-        if not needs_centre:
-            centre = self.heaviest(stored)
 
         def in_kernel() -> Array:
             each = repeated(stored, stands_for, defined)
