@@ -145,7 +145,7 @@ def naive_ms(name: str, rows: np.ndarray, num_byzantine: int) -> float | None:
     """Baseline (a): the time of one receiver, times K. None if a single receiver would take hours."""
     _, twin = RULES[name]
     num_agents = len(rows)
-    if twin is None or ("MDA" in name and num_agents > 13):
+    if twin is None or (name.endswith(("MDA", "SMEA")) and num_agents > 13):  # they list all subsets
         return None
     return num_agents * best_ms(lambda: twin(rows, num_byzantine), 2 if num_agents <= 13 else 1)
 

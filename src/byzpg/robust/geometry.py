@@ -203,7 +203,7 @@ class SharedRows:
             on_one_device: Whether one device holds all coordinates.
             search: Whether to look for a better centre than the first row. A rule without distances needs none.
         """
-        raw, in_kernels, candidates = rows.joined, on_one_device and rows.fit_kernels, len(rows.order)
+        raw, in_kernels, candidates = rows.joined, on_one_device and rows.fit_kernels, rows.num_vectors
         eligible = usable[:candidates]
 
         def products(centre: Array) -> Array:
@@ -213,7 +213,7 @@ class SharedRows:
             return jnp.where(usable[:, None] & usable[None, :], kernels.inner_products(rows, centre), 0)
 
         def around_row(index: Array) -> tuple[Array, Array]:
-            centre = jnp.where(usable[index], rows.vectors[rows.order[index]], 0)
+            centre = jnp.where(usable[index], rows.vector(index), 0)
             return centre, by_platform(centre, cuda=products_in_kernel if in_kernels else None, default=products)
 
         def move(state: _CentreSearch) -> _CentreSearch:
@@ -382,7 +382,7 @@ class Cloud:
         num_rows = len(rows)
         usable = is_sound(rows) if present is None else is_sound(rows) & present
         shared = SharedRows.around(
-            kernels.Rows(rows, jnp.arange(num_rows), rows[:0]),
+            kernels.Rows(rows, None, rows[:0]),
             usable,
             first=jnp.argmax(usable),
             majority=majority,

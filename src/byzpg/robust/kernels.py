@@ -22,34 +22,47 @@ COLUMNS, WARPS = 256, 4
 
 
 class Rows(NamedTuple):
-    """Rows in two arrays: row i is vectors[order[i]] and, after these, a row of `more`."""
+    """Rows in two arrays: row i is vectors[order[i]] and, after these, a row of `more`.
+
+    Without an order, they are the vectors as they are, which are then not copied.
+    """
 
     vectors: Array  # [K, d]
-    order: Array  # [c − b]
+    order: Array | None  # [c − b]
     more: Array  # [b, d]
 
     @property
+    def num_vectors(self) -> int:
+        """How many rows come before those of `more`."""
+        return len(self.vectors if self.order is None else self.order)
+
+    @property
     def number(self) -> int:
-        return len(self.order) + len(self.more)
+        return self.num_vectors + len(self.more)
 
     @property
     def joined(self) -> Array:
         """The rows as one array [c, d]."""
-        first = self.vectors[self.order]
+        first = self.vectors if self.order is None else self.vectors[self.order]
         return jnp.concatenate([first, self.more]) if len(self.more) else first
+
+    def vector(self, index: Array) -> Array:
+        """One of the rows [d] before those of `more`."""
+        return self.vectors[index if self.order is None else self.order[index]]
 
     def row(self, index: Array) -> Array:
         """One of the rows [d]."""
-        num_first = len(self.order)
-        row = self.vectors[self.order[jnp.minimum(index, num_first - 1)]]
-        return jnp.where(index < num_first, row, self.more[index - num_first]) if len(self.more) else row
+        num_vectors = self.num_vectors
+        row = self.vector(jnp.minimum(index, num_vectors - 1))
+        return jnp.where(index < num_vectors, row, self.more[index - num_vectors]) if len(self.more) else row
 
     @property
     def fit_kernels(self) -> bool:
         """Whether the products below can be used, on a GPU that holds all coordinates. Places are 32-bit numbers."""
-        num_vectors, dimension = self.vectors.shape
-        is_small = max(num_vectors, self.number) * dimension < 2**31
-        return self.number <= MOST and dimension >= SHORTEST and is_small and self.vectors.dtype == jnp.float32
+        dimension = self.vectors.shape[1]
+        is_small = max(len(self.vectors), self.number) * dimension < 2**31
+        fits = self.number <= MOST and dimension >= SHORTEST and is_small and self.vectors.dtype == jnp.float32
+        return fits and self.order is not None
 
 
 def rows_needed(number: int) -> int:
@@ -71,7 +84,7 @@ def _tile(rows: Rows, order: Any, vectors: Any, more: Any, centre: Any, columns:
     """
     from jax.experimental.pallas import triton
 
-    num_first, places, inside = len(rows.order), jnp.arange(rows_needed(rows.number)), columns < rows.vectors.shape[1]
+    num_first, places, inside = rows.num_vectors, jnp.arange(rows_needed(rows.number)), columns < rows.vectors.shape[1]
     is_first, is_more = places < num_first, (places >= num_first) & (places < rows.number)
     tile = triton.load(
         vectors.at[order[...][:, None], columns[None, :]], mask=is_first[:, None] & inside[None, :], other=0.0
@@ -90,6 +103,7 @@ def _tile(rows: Rows, order: Any, vectors: Any, more: Any, centre: Any, columns:
 
 def _read(rows: Rows) -> tuple[Array, ...]:
     """What `_tile` reads of the rows. An empty array cannot be read, so it is replaced."""
+    assert rows.order is not None
     order = jnp.pad(rows.order.astype(jnp.int32), (0, rows_needed(rows.number) - len(rows.order)))
     return order, rows.vectors, rows.more if len(rows.more) else order
 
