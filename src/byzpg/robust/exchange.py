@@ -616,6 +616,8 @@ def _at_group(
         return applied.result, applied.weights
 
     at_receiver = coefficients_at if messages.has_combinations(rule) else result_at
+    if len(receivers) == 1:  # with an axis of its own, XLA would not fuse a sorting network into one pass
+        return jax.tree.map(lambda leaf: leaf[None], at_receiver(receivers[0], private[0], heard[0]))
     return jax.vmap(at_receiver)(receivers, private, heard)
 
 
