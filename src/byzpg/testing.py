@@ -524,7 +524,7 @@ class _AttackUnderTest:
             ask = self._compiled[phase]
             alone = np.concatenate([ask(known, jnp.asarray([each])) for each in range(self.num_agents)])
             _require(_close(alone, together), f"a receiver alone gets other {phase} than among others.")
-            audience = self.attack.audience(known, self.everyone)
+            audience = self.attack.stated_audience(known, self.everyone)
             if audience is not None:
                 first = np.argmax(np.asarray(audience) == np.asarray(audience)[:, None], axis=1)
                 _require(

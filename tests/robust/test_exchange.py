@@ -371,6 +371,15 @@ def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
     assert_law(results, rule, attack)
 
 
+@pytest.mark.parametrize("attack", [attacks.Equivocate(scale=3.0), HalfSilent()], ids=str)
+def test_who_gets_the_same_messages(attack, group_bytes):
+    """Attackers also hold their own vectors, and a subclass that changes the messages is not taken for its parent."""
+    group_bytes(7500)
+    attackers = (K - 2, K - 1)  # after the last honest agent, which is told the same
+    results, _ = ask(aggregators.TrimmedMean(), attack, attackers=attackers)
+    assert_law(results, aggregators.TrimmedMean(), attack, attackers=attackers)
+
+
 @dataclass(frozen=True)
 class Scripted(attacks.MessageAttack):
     """Receivers in runs of up to three get the same messages. Each is true, repeated, close, far or not finite."""

@@ -229,9 +229,15 @@ class Attack(Component):
         """Return a number ≥ 0 for each of `receivers` [r], the same for those that certainly get the same messages.
 
         A large federation then applies its rule once for all of them. None, the default, says that this is not known:
-        the messages are compared, which takes longer.
+        the messages are compared, which takes longer. A subclass that changes the messages says so for itself.
         """
         return None
+
+    def stated_audience(self, knowledge: Knowledge, receivers: Array) -> Array | None:
+        """Return `audience`, unless a subclass has changed the messages since."""
+        hooks = ("messages", "gradients", "parameters", "false_messages")
+        defining = next(cls for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint((*hooks, "audience")))
+        return self.audience(knowledge, receivers) if "audience" in vars(defining) else None
 
 
 @dataclass(frozen=True)

@@ -565,7 +565,7 @@ def _same_as_before(setting: _Setting, messages: _Messages, receivers: Array, at
     """Return which receivers certainly get the result of the receiver before them."""
     knowledge = messages.knowledge
     has_own = jnp.append(messages.has_own, True)  # at a server, nothing is missing
-    audience = setting.attack.audience(knowledge, receivers)
+    audience = setting.attack.stated_audience(knowledge, receivers)
     if audience is not None:
         at_attacker = jnp.any(messages.is_own(receivers), axis=1)  # which also holds its true vector
         told = jnp.where(at_attacker, -1 - receivers, audience), has_own[receivers]
