@@ -83,6 +83,12 @@ class OneAudience(Equivocate):
 
 
 @dataclass(frozen=True)
+class NegativeAudience(Equivocate):
+    def audience(self, knowledge: Knowledge, receivers: Array) -> Array:
+        return -receivers
+
+
+@dataclass(frozen=True)
 class Secretly(RewardFlip):
     """Poisons play, and does not say so."""
 
@@ -102,6 +108,8 @@ def test_attacks() -> None:
         check_attack(Secretly(), num_agents=7, num_attackers=2)
     with pytest.raises(ContractError, match=r"\n- receivers: receivers of one audience get different gradients"):
         check_attack(OneAudience(), num_agents=7, num_attackers=2)
+    with pytest.raises(ContractError, match=r"\n- receivers: audience must be a number ≥ 0 for each of 7 receivers"):
+        check_attack(NegativeAudience(), num_agents=7, num_attackers=2)
     with pytest.raises(ContractError, match=r"\n- messages: ValueError: own_parts:wrong_message"):
         check_attack(own_parts.wrong_message(), num_agents=7, num_attackers=2)
     with pytest.raises(ValueError, match="num_attackers must be between 1 and 6, got 0"):

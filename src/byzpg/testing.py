@@ -526,6 +526,10 @@ class _AttackUnderTest:
             _require(_close(alone, together), f"a receiver alone gets other {phase} than among others.")
             audience = self.attack.stated_audience(known, self.everyone)
             if audience is not None:
+                _require(
+                    audience.shape == (self.num_agents,) and bool(jnp.all(audience >= 0)),
+                    f"audience must be a number ≥ 0 for each of {self.num_agents} receivers, got {audience}.",
+                )
                 first = np.argmax(np.asarray(audience) == np.asarray(audience)[:, None], axis=1)
                 _require(
                     np.array_equal(together, together[first], equal_nan=True),

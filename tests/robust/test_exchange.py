@@ -371,6 +371,22 @@ def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
     assert_law(results, rule, attack)
 
 
+@dataclass(frozen=True)
+class Kept(aggregators.Mean):
+    """Krum's row: a mean by name alone, which needs distances."""
+
+    def coefficients(self, cloud, num_byzantine, key):
+        return aggregators.Krum().coefficients(cloud, num_byzantine, key)
+
+
+def test_a_subclass_of_the_mean_may_need_distances():
+    vectors = 1e-3 * true_vectors()
+    vectors[0] = 1e5  # an honest agent, far from all others
+    for attack in (attacks.SignFlip(), attacks.Equivocate()):
+        results, expected = (ask(rule, attack, vectors=vectors)[0] for rule in (Kept(), aggregators.Krum()))
+        np.testing.assert_array_equal(results, expected)
+
+
 @pytest.mark.parametrize("attack", [attacks.Equivocate(scale=3.0), HalfSilent()], ids=str)
 def test_who_gets_the_same_messages(attack, group_bytes):
     """Attackers also hold their own vectors, and a subclass that changes the messages is not taken for its parent."""

@@ -228,8 +228,9 @@ class Attack(Component):
     def audience(self, knowledge: Knowledge, receivers: Array) -> Array | None:
         """Return a number ≥ 0 for each of `receivers` [r], the same for those that certainly get the same messages.
 
-        A large federation then applies its rule once for all of them. None, the default, says that this is not known:
-        the messages are compared, which takes longer. A subclass that changes the messages says so for itself.
+        Where a large federation takes its receivers in groups, it then applies the rule once for neighbouring receivers
+        with the same number. None, the default, says that this is not known: the messages are compared, which takes
+        longer. A subclass that changes the messages must define its own `audience`.
         """
         return None
 

@@ -36,8 +36,8 @@ from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors, coe
 
 # Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
 GROUP_BYTES = 2**30
-# On a CPU, a group's own messages and matrices take no more than this: memory that is used again is faster than more of
-# it, and receivers that search wait for each other, which a GPU needs to be busy and a CPU does not.
+# On a CPU, a group's own messages, matrices and copies take no more than this: memory that is used again is faster than
+# more of it, and receivers that search wait for each other, which a GPU needs to be busy and a CPU does not.
 GROUP_BYTES_ON_CPU = 2**26
 
 # On a GPU, messages that differ by receiver are made before the rule is applied if they take at most so many bytes: so
@@ -433,7 +433,7 @@ class _Messages:
             majority=num_agents - setting.num_byzantine,
             num_common=len(honest),
             on_one_device=setting.shards.coordinates == 1,
-            search=not isinstance(setting.rule, Mean),
+            search=type(setting.rule) is not Mean,
         )
         shared = replace(shared, ascending=ascending_rows(shared.raw[: len(honest)], usable[: len(honest)]))
         honest_before = knowledge.honest_before(jnp.arange(num_agents))
@@ -551,21 +551,27 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
         return _at_group(setting, messages, key, receivers)
     at_group = partial(_at_group, setting, messages, key, many=True)
     rule, attack = setting.rule, setting.attack
+    audience = attack.stated_audience(messages.knowledge, receivers) if messages.equivocal else None
     # Random messages differ, unless the rule ignores them, so that looking for equal ones would only draw them twice.
-    if rule.differs_by_receiver or (attack.needs_key and messages.equivocal and not rule.ignores_far_rows):
+    differ = audience is None and attack.needs_key and messages.equivocal and not rule.ignores_far_rows
+    if rule.differs_by_receiver or differ:
         return _in_groups(at_group, receivers, at_once, len(receivers))
-    is_new = ~_same_as_before(setting, messages, receivers, at_once)
+    is_new = ~_same_as_before(setting, messages, receivers, at_once, audience)
     firsts = receivers[jnp.nonzero(is_new, size=len(receivers), fill_value=0)[0]]
     found = _in_groups(at_group, firsts, at_once, jnp.sum(is_new))
     stands_for = jnp.cumsum(is_new) - 1
     return jax.tree.map(lambda leaf: leaf[stands_for], found)
 
 
-def _same_as_before(setting: _Setting, messages: _Messages, receivers: Array, at_once: int) -> Array:
-    """Return which receivers certainly get the result of the receiver before them."""
+def _same_as_before(
+    setting: _Setting, messages: _Messages, receivers: Array, at_once: int, audience: Array | None
+) -> Array:
+    """Return which receivers certainly get the result of the receiver before them.
+
+    Their messages are compared, unless the attack states who gets the same.
+    """
     knowledge = messages.knowledge
     has_own = jnp.append(messages.has_own, True)  # at a server, nothing is missing
-    audience = setting.attack.stated_audience(knowledge, receivers)
     if audience is not None:
         at_attacker = jnp.any(messages.is_own(receivers), axis=1)  # which also holds its true vector
         told = jnp.where(at_attacker, -1 - receivers, audience), has_own[receivers]

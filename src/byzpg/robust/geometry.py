@@ -267,22 +267,21 @@ class SharedRows:
         Returns:
             The results [n, d].
         """
-        centre = self.centre
 
         def in_kernel() -> Array:
             each = repeated(stored, stands_for, defined)
-            return kernels.combinations(each[:, :-1], _share(each), self.rows, centre)
+            return kernels.combinations(each[:, :-1], _share(each), self.rows, self.centre)
 
         def in_products() -> Array:
-            total = dot(stored[:, :-1], _centred(self.raw, centre))
-            return repeated(_around(centre, stored, total), stands_for, defined)
+            total = dot(stored[:, :-1], self.centred)
+            return repeated(_around(self.centre, stored, total), stands_for, defined)
 
         return by_platform(cuda=in_kernel if self.in_kernels else None, default=in_products)
 
     def heaviest(self, stored: Array) -> Array:
-        """Return the row [d] with the largest coefficient, or coefficients [m, c + 1] in sum; 0 if it is not usable."""
-        index = jnp.argmax(jnp.nansum(stored[:, :-1], axis=0))
-        return jnp.where(self.usable[index], self.rows.row(index), 0)
+        """Return the row [d] with the largest of the coefficients [1, c + 1]; 0 if it is not usable."""
+        index = jnp.argmax(jnp.nan_to_num(stored[0, :-1]))
+        return jnp.where(self.usable[index], self.raw[index], 0)
 
 
 @jax.tree_util.register_dataclass

@@ -50,12 +50,6 @@ class Rows(NamedTuple):
         """One of the rows [d] before those of `more`."""
         return self.vectors[index if self.order is None else self.order[index]]
 
-    def row(self, index: Array) -> Array:
-        """One of the rows [d]."""
-        num_vectors = self.num_vectors
-        row = self.vector(jnp.minimum(index, num_vectors - 1))
-        return jnp.where(index < num_vectors, row, self.more[index - num_vectors]) if len(self.more) else row
-
     @property
     def fit_kernels(self) -> bool:
         """Whether the products below can be used, on a GPU that holds all coordinates. Places are 32-bit numbers."""

@@ -167,19 +167,15 @@ def kth_smallest(values: Array, rank: int) -> Array:
     return ascending([values[..., j] for j in range(width)], range(rank, rank + 1))[rank]
 
 
-def sum_of_smallest(values: Array, count: int | Array) -> Array:
+def sum_of_smallest(values: Array, count: int) -> Array:
     """Return the sum of the `count` smallest values along the last axis."""
     width = values.shape[-1]
     if _counts(width):
         return jnp.sum(jnp.where(_ranks(values) < count, values, 0), axis=-1)
     if width > MATRIX_NETWORK_LIMIT:
         return jnp.sum(jnp.where(jnp.arange(width) < count, sort(values, axis=-1), 0), axis=-1)
-    ranks = range(count if isinstance(count, int) else width)
-    columns = ascending([values[..., j] for j in range(width)], ranks)
-    zero = jnp.zeros_like(columns[0])
-    if isinstance(count, int):
-        return sum(columns[:count], zero)
-    return sum((jnp.where(j < count, column, zero) for j, column in enumerate(columns)), zero)
+    columns = ascending([values[..., j] for j in range(width)], range(count))
+    return sum(columns[:count], jnp.zeros_like(columns[0]))
 
 
 def smallest(values: Array, count: int) -> Array:
