@@ -735,8 +735,8 @@ class Silent(MessageAttack):
 
 
 def _first_half(knowledge: Knowledge, receivers: Array) -> Array:
-    """Return which receivers [r] are in the first half of the agents, in a shape that broadcasts over messages."""
-    return (receivers < (knowledge.num_agents + 1) // 2)[:, None, None]
+    """Return which receivers [r] are in the first half of the agents."""
+    return receivers < (knowledge.num_agents + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -796,10 +796,10 @@ class Equivocate(MessageAttack):
         check_finite(self, scale=self.scale)
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
-        return jnp.where(_first_half(knowledge, receivers), 1, -self.scale) * knowledge.truth()
+        return jnp.where(_first_half(knowledge, receivers), 1, -self.scale)[:, None, None] * knowledge.truth()
 
     def audience(self, knowledge: Knowledge, receivers: Array) -> Array:
-        return _first_half(knowledge, receivers)[:, 0, 0].astype(int)
+        return _first_half(knowledge, receivers).astype(int)
 
 
 @dataclass(frozen=True)
@@ -880,11 +880,11 @@ class MDAFooling(MessageAttack):
 
         middle = knowledge.mean() + centre
         forward, backward = middle + step(1.0) * axis, middle + step(-1.0) * axis
-        messages = jnp.where(_first_half(knowledge, receivers), forward, backward)
+        messages = jnp.where(_first_half(knowledge, receivers)[:, None, None], forward, backward)
         return jnp.broadcast_to(messages, (len(receivers), len(knowledge.byzantine), messages.shape[-1]))
 
     def audience(self, knowledge: Knowledge, receivers: Array) -> Array:
-        return _first_half(knowledge, receivers)[:, 0, 0].astype(int)
+        return _first_half(knowledge, receivers).astype(int)
 
 
 # Which agents attack

@@ -574,8 +574,8 @@ def _same_as_before(
     has_own = jnp.append(messages.has_own, True)  # at a server, nothing is missing
     if audience is not None:
         at_attacker = jnp.any(messages.is_own(receivers), axis=1)  # which also holds its true vector
-        told = jnp.where(at_attacker, -1 - receivers, audience), has_own[receivers]
-        return jnp.append(False, (told[0][1:] == told[0][:-1]) & (told[1][1:] == told[1][:-1]))
+        held = jnp.where(at_attacker, -1 - receivers, 2 * audience + has_own[receivers])
+        return jnp.append(False, held[1:] == held[:-1])
     integer = jnp.int32 if knowledge.vectors.dtype.itemsize == 4 else jnp.int64
 
     def compare(last: tuple[Array, Array], receivers: Array) -> tuple[tuple[Array, Array], Array]:

@@ -278,11 +278,6 @@ class SharedRows:
 
         return by_platform(cuda=in_kernel if self.in_kernels else None, default=in_products)
 
-    def heaviest(self, stored: Array) -> Array:
-        """Return the row [d] with the largest of the coefficients [1, c + 1]; 0 if it is not usable."""
-        index = jnp.argmax(jnp.nan_to_num(stored[0, :-1]))
-        return jnp.where(self.usable[index], self.raw[index], 0)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -462,7 +457,8 @@ class Cloud:
             total += _sum_around(centre, stored[0, num_shared:-1], self.private)
             return _around(centre, stored, total)[0]
         # Around the row with the largest coefficient, so that rules without distances need no search for a centre.
-        centre = self.shared.heaviest(stored)
+        heaviest = jnp.argmax(stored[0, :-1])
+        centre = jnp.where(self.shared.usable[heaviest], self.shared.raw[heaviest], 0)
         return _around(centre, stored, _sum_around(centre, stored[0, :-1], self.shared.raw))[0]
 
     def of_stored(self, coefficients: Array) -> Array:
