@@ -133,7 +133,7 @@ PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
         "CartPole-v1": ADAM_AT_AGENTS
         | {"momentum": 0.8, "large_batch": 6, "step_size": 4e-2, "decay": 0.9, "trajectories": 600},
         "LunarLander-v3": ADAM_AT_AGENTS
-        | {"momentum": 0.8, "large_batch": 30, "step_size": 2e-2, "decay": 0.7, "trajectories": 2000},
+        | {"momentum": 0.8, "large_batch": 20, "step_size": 2e-2, "decay": 0.7, "trajectories": 2000},
         "Pendulum-v1": {"large_batch": 20, "discount": 0.99},
     },
     "paper": {"LunarLander-v3": {"step_size": 1e-3}},

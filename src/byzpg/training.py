@@ -7,6 +7,7 @@ Runs that differ only in their agents' number, rules and attacks share one progr
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -20,7 +21,7 @@ from jax.errors import JaxRuntimeError
 
 from byzpg.config import Config, Settings
 from byzpg.federation import devices
-from byzpg.federation.metrics import METRICS
+from byzpg.federation.metrics import METRICS, Metrics
 from byzpg.federation.schedule import Extension, Timetable
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState, States
 from byzpg.logs import Log, OnIteration, Report, check_logs, open_log, reports, reports_of
@@ -38,6 +39,8 @@ GO_ON, SAVE, STOP = range(3)
 # Steps in one batch of episodes of a shared program: more would not fit into memory (of a GPU: 140 GB of it), and on a
 # CPU not into the cache either.
 LARGEST_BATCH = {"cpu": 12_000_000, "gpu": 120_000_000}
+# How many programs are compiled at once, by cores that would be idle while a GPU trains. CPUs are busy with training.
+COMPILED_AT_ONCE = {"cpu": 0, "gpu": 4}
 
 
 @dataclass(frozen=True)
@@ -210,19 +213,21 @@ def _run_all(
     parts = [part for group in programs.values() for part in _parts(group)]
     total, before = sum(each.work for each in pending), 0.0
     started = time.monotonic()
-    for number, part in enumerate(parts, 1):
-        work = sum(each.work for each in part)
+    with _compiling(parts) as wait_for:
+        for number, part in enumerate(parts, 1):
+            work = sum(each.work for each in part)
 
-        def of_all(progress: Progress, part=part, work=work, number=number, before=before) -> None:
-            assert on_progress is not None
-            done = (before + work * progress.done) / total
-            label = f"program {number} of {len(parts)} ({len(part)} runs), " if len(parts) > 1 else ""
-            on_progress(replace(progress, done=done, label=label, seconds=time.monotonic() - started))
+            def of_all(progress: Progress, part=part, work=work, number=number, before=before) -> None:
+                assert on_progress is not None
+                done = (before + work * progress.done) / total
+                label = f"program {number} of {len(parts)} ({len(part)} runs), " if len(parts) > 1 else ""
+                on_progress(replace(progress, done=done, label=label, seconds=time.monotonic() - started))
 
-        with _logging(part, log) as logged:
-            runs = _Program(logged).run(None if on_progress is None else of_all)
-        yield from ((places[id(each)], run) for each, run in zip(part, runs, strict=True))
-        before += work
+            wait_for(number - 1)
+            with _logging(part, log) as logged:
+                runs = _Program(logged).run(None if on_progress is None else of_all)
+            yield from ((places[id(each)], run) for each, run in zip(part, runs, strict=True))
+            before += work
 
 
 def follow() -> None:
@@ -371,11 +376,30 @@ def _complete_logs(kept: RunDirectory, names: Sequence[str]) -> Run:
 
 def _parts(group: list[_Pending]) -> Iterator[list[_Pending]]:
     """Divide runs of one program into parts, as few and as equal as memory allows."""
-    largest = LARGEST_BATCH["gpu" if jax.default_backend() == "gpu" else "cpu"]
+    largest = LARGEST_BATCH[_backend()]
     number = min(len(group), -(-sum(each.batch for each in group) // largest))
     ordered = sorted(group, key=lambda each: each.batch)
     for part in range(number):
         yield ordered[part::number]
+
+
+def _backend() -> str:
+    return "gpu" if jax.default_backend() == "gpu" else "cpu"
+
+
+@contextmanager
+def _compiling(parts: Sequence[Sequence[_Pending]]) -> Iterator[Callable[[int], object]]:
+    """Compile the programs of these parts in the background; yields a function that waits for the one in a place."""
+    threads = COMPILED_AT_ONCE[_backend()]
+    if threads < 1 or len(parts) < 2 or devices.leads():
+        yield lambda place: None
+        return
+    pool = ThreadPoolExecutor(threads, "compiling")
+    compiled = [pool.submit(lambda part=part: _Program(part).compile()) for part in parts]
+    try:
+        yield lambda place: compiled[place].exception()  # training will raise it again
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def iterations_to_run(pace: float) -> int:
@@ -468,7 +492,21 @@ class _Program:
         if not timetable.in_step:
             takes_part = np.zeros((len(timetable.plans), len(batches)), bool)
             takes_part[:, : len(large)] = timetable.takes_part[:, entries]
-        self.states, latest = self.simulation.run(
+        latest = self._advance(batches, takes_part)
+        for blocks, block in zip(self.blocks, latest, strict=True):
+            blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})
+        self.done += len(large)
+        self.pace = (time.monotonic() - began) / len(large)
+
+    def compile(self) -> None:
+        """Compile the program, for which a block is run that leaves out all of its iterations; not for host tasks."""
+        if not self.simulation.on_host:
+            seeds, batches = len(self.timetable.plans), np.full(BLOCK, SKIP)
+            self._advance(batches, None if self.timetable.in_step else np.zeros((seeds, BLOCK), bool))
+
+    def _advance(self, batches: np.ndarray, takes_part: np.ndarray | None) -> tuple[Metrics, ...]:
+        timetable = self.timetable
+        self.states, metrics = self.simulation.run(
             self.states,
             batches,
             timetable.output_iterations,
@@ -476,10 +514,7 @@ class _Program:
             only_large=bool(np.all(timetable.large)),
             venue=self.venue,
         )
-        for blocks, block in zip(self.blocks, latest, strict=True):
-            blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})
-        self.done += len(large)
-        self.pace = (time.monotonic() - began) / len(large)
+        return metrics
 
     def _progress(self) -> Progress:
         plans = self.timetable.plans

@@ -1,6 +1,7 @@
 """Named grids: what is in them, that runs share programs, and that a grid goes on where it was stopped."""
 
 import shlex
+import threading
 from ast import literal_eval
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from byzpg.experiments.paper import (
     published_curves,
     run_name,
 )
+from byzpg.federation import simulator
 from byzpg.federation.simulator import Simulation
 from byzpg.runs import Run, RunDirectory
 from byzpg.training import Progress
@@ -256,6 +258,31 @@ def test_runs_share_programs_and_say_how_far_they_are(finished: Any, sizes: list
     assert {progress.label for progress in heard} == {"program 1 of 2 (3 runs), ", "program 2 of 2 (1 runs), "}
     seconds = [progress.seconds for progress in heard]
     assert seconds == sorted(seconds)
+
+
+def test_programs_are_compiled_in_the_background(
+    finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a GPU trains: each program once, by threads of its own, and runs stay the same."""
+    block: Any = simulator._run_block
+    block.clear_cache()
+    compiled = []
+
+    def listen(event: str, seconds: float, **about: Any) -> None:
+        if event.endswith("backend_compile_duration") and "_run_block" in about["fun_name"]:
+            compiled.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        monkeypatch.setitem(training.COMPILED_AT_ONCE, "cpu", 2)
+        directories = laid_down(tmp_path)
+        training.resume_all(directories)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == 2
+    assert all(name.startswith("compiling") for name in compiled)
+    for ours, theirs in zip(directories, finished[0], strict=True):
+        assert_same(training.load(ours), training.load(theirs))
 
 
 def test_what_runs_of_one_program_have_in_common() -> None:

@@ -771,12 +771,10 @@ def _largest_eigenvalue(matrix: Array) -> tuple[Array, Array]:
         largest = jnp.max(jnp.diagonal(each))
         return each / jnp.where(largest > 0, largest, 1)
 
-    def squared(_: Array, power: Array) -> Array:
-        for _ in range(UNSCALED):
-            power = dot(power, power)
-        return scaled(power)
-
-    power = lax.fori_loop(0, SQUARINGS // UNSCALED, squared, scaled(matrix))
+    power = scaled(matrix)
+    for squaring in range(1, SQUARINGS + 1):  # no loop of XLA's, whose turns are slow on a GPU
+        power = dot(power, power)
+        power = power if squaring % UNSCALED else scaled(power)
     found = power[:, jnp.argmax(jnp.diagonal(power))]
     length = jnp.linalg.norm(found)
     direction = found / jnp.where(length > 0, length, 1)
