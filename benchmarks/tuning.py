@@ -113,6 +113,16 @@ def lunarlander() -> Iterator[Table]:
     yield table(
         replace(more, large_batch=30), ((0.8, 2e-2, 0.7), (0.9, 2e-2, 0.7), (0.9, 3e-2, 0.7), (0.8, 1.5e-2, 0.5))
     )
+    # Smaller batches, and another rule, under all of the paper's attacks.
+    yield {
+        f"{rule}, N = {large_batch}, η = {step_size:g}": under(
+            replace(more, aggregator=rule, large_batch=large_batch, momentum=0.8, step_size=step_size, decay=0.7),
+            PAPER_ATTACKS,
+        )
+        for rule, (large_batch, step_size) in product(
+            ("NNM(TrimmedMean())", "CAF"), ((30, 2e-2), (20, 1.5e-2), (20, 2e-2))
+        )
+    }
 
 
 def peers(shared: Config, batches: tuple[tuple[int, int], ...], steps: tuple[float, ...]) -> Iterator[Table]:
