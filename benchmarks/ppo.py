@@ -3,6 +3,7 @@
     python benchmarks/ppo.py CartPole-v1                         # DecByzPPO, 3 of 13 agents attacking, 10 seeds
     python benchmarks/ppo.py Pendulum-v1 --algorithm ByzPPO
     python benchmarks/ppo.py CartPole-v1 --algorithm PPO         # one agent alone
+    python benchmarks/ppo.py envpool:Walker2d-v4 --seeds 5 --attacks AvgZero    # about ten minutes for each seed
     python benchmarks/ppo.py CartPole-v1 --steps 2048 --seeds 1 --attacks AvgZero    # a quick check
     python benchmarks/ppo.py Pendulum-v1 --against rejax         # speed of one agent; pip install '.[against]'
 
@@ -43,6 +44,9 @@ LEVELS = {
     "LunarLander-v3": (200, "242 after 1,000,000 steps"),
     "Pendulum-v1": (-200, "-172 after 100,000 steps"),
     "Acrobot-v1": (-85, "-73.5 after 1,000,000 steps"),
+    "envpool:HalfCheetah-v4": (5819, "5,819 after 1,000,000 steps, greedy"),
+    "envpool:Hopper-v4": (2410, "2,410 after 1,000,000 steps, greedy"),
+    "envpool:Walker2d-v4": (3479, "3,479 after 1,000,000 steps, greedy"),
 }
 PLAYED_IN = {"LunarLander-v3": "envpool:LunarLander-v3"}  # Gymnasium's lander needs Box2D, which many cannot install
 WINDOW = 0.04  # share of a run over which returns are averaged

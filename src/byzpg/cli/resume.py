@@ -3,7 +3,9 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 import numpy as np
@@ -81,7 +83,15 @@ def finish(path: Path, log: Sequence[LogName] = ()) -> None:
 
     directories = _with_comparison(path)
     planned = {directory: RunDirectory.open(directory).settings() for directory in directories}
-    with training_progress(shlex.join(["byzpg", "resume", str(path)])) as on_progress:
+    # Matplotlib takes most of a second to import, and training leaves Python idle.
+    drawing = Thread(target=import_module, args=("byzpg.experiments.figures",), daemon=True)
+    with training_progress(shlex.join(["byzpg", "resume", str(path)])) as show:
+
+        def on_progress(progress: training.Progress) -> None:
+            if drawing.ident is None:
+                drawing.start()
+            show(progress)
+
         _announce(planned)
         training.resume_all(directories, on_progress, log)
     _conclude({directory: training.load(directory) for directory in directories})
