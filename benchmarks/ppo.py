@@ -44,9 +44,9 @@ LEVELS = {
     "LunarLander-v3": (200, "242 after 1,000,000 steps"),
     "Pendulum-v1": (-200, "-172 after 100,000 steps"),
     "Acrobot-v1": (-85, "-73.5 after 1,000,000 steps"),
-    "envpool:HalfCheetah-v4": (5819, "5,819 after 1,000,000 steps, greedy"),
-    "envpool:Hopper-v4": (2410, "2,410 after 1,000,000 steps, greedy"),
-    "envpool:Walker2d-v4": (3479, "3,479 after 1,000,000 steps, greedy"),
+    "envpool:HalfCheetah-v4": (5819, "5,819 after 1,000,000 steps (v3, greedy)"),
+    "envpool:Hopper-v4": (2410, "2,410 after 1,000,000 steps (v3, greedy)"),
+    "envpool:Walker2d-v4": (3479, "3,479 after 1,000,000 steps (v3, greedy)"),
 }
 PLAYED_IN = {"LunarLander-v3": "envpool:LunarLander-v3"}  # Gymnasium's lander needs Box2D, which many cannot install
 WINDOW = 0.04  # share of a run over which returns are averaged

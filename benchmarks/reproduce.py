@@ -8,8 +8,8 @@
 It prints one line: the number of runs (cells × seeds), the seconds in total and until the first block of iterations
 ended, the environment steps per second, and the ratio to the baseline. Baseline: the upper bound that the paper's
 appendix gives, 5 hours per experiment on CartPole and 15 on LunarLander on four cores of a Xeon E3-1284L v4; we count
-one line of a figure as one experiment. With a preset other than `tuned`, it first prints how far our curves are from
-the published ones.
+one line of a figure as one experiment. With a preset other than `tuned`, and with all algorithms, it first prints how
+far our curves are from the published ones.
 """
 
 import argparse
@@ -54,6 +54,8 @@ def main() -> None:
 
     scope = Scope(arguments.preset, arguments.seeds, arguments.seed, arguments.trajectories)
     planned = grid(arguments.names, scope, arguments.task)
+    if unknown := set(arguments.without) - {each.algorithm for each in planned.settings.values()}:
+        parser.error(f"--without: these experiments have no {' and no '.join(sorted(unknown))}.")
     wanted = {name: each for name, each in planned.settings.items() if each.algorithm not in arguments.without}
     with tempfile.TemporaryDirectory() as folder:
         directories = create_runs(Path(folder), wanted)

@@ -5,6 +5,8 @@ Runs that differ only in their agents' number, rules and attacks share one progr
 """
 
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,7 @@ from jax.errors import JaxRuntimeError
 
 from byzpg.config import Config, Settings
 from byzpg.federation import devices
-from byzpg.federation.metrics import METRICS, Metrics
+from byzpg.federation.metrics import METRICS
 from byzpg.federation.schedule import Extension, Timetable
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation, SimulationState, States
 from byzpg.logs import Log, OnIteration, Report, check_logs, open_log, reports, reports_of
@@ -40,7 +42,8 @@ GO_ON, SAVE, STOP = range(3)
 # CPU not into the cache either.
 LARGEST_BATCH = {"cpu": 12_000_000, "gpu": 120_000_000}
 # How many programs are compiled at once, by cores that would be idle while a GPU trains. CPUs are busy with training.
-COMPILED_AT_ONCE = {"cpu": 0, "gpu": 4}
+COMPILED_AT_ONCE = {"cpu": 0, "gpu": min(4, (os.cpu_count() or 1) // 2)}
+COMPILING = "compiling"  # the name of the threads that do it
 
 
 @dataclass(frozen=True)
@@ -394,12 +397,17 @@ def _compiling(parts: Sequence[Sequence[_Pending]]) -> Iterator[Callable[[int], 
     if threads < 1 or len(parts) < 2 or devices.leads():
         yield lambda place: None
         return
-    pool = ThreadPoolExecutor(threads, "compiling")
+    pool = ThreadPoolExecutor(threads, COMPILING)
     compiled = [pool.submit(lambda part=part: _Program(part).compile()) for part in parts]
     try:
         yield lambda place: compiled[place].exception()  # training will raise it again
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def is_compiling() -> bool:
+    """Whether a program is being compiled in the background, which cannot be interrupted."""
+    return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
 
 
 def iterations_to_run(pace: float) -> int:
@@ -492,21 +500,7 @@ class _Program:
         if not timetable.in_step:
             takes_part = np.zeros((len(timetable.plans), len(batches)), bool)
             takes_part[:, : len(large)] = timetable.takes_part[:, entries]
-        latest = self._advance(batches, takes_part)
-        for blocks, block in zip(self.blocks, latest, strict=True):
-            blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})
-        self.done += len(large)
-        self.pace = (time.monotonic() - began) / len(large)
-
-    def compile(self) -> None:
-        """Compile the program, for which a block is run that leaves out all of its iterations; not for host tasks."""
-        if not self.simulation.on_host:
-            seeds, batches = len(self.timetable.plans), np.full(BLOCK, SKIP)
-            self._advance(batches, None if self.timetable.in_step else np.zeros((seeds, BLOCK), bool))
-
-    def _advance(self, batches: np.ndarray, takes_part: np.ndarray | None) -> tuple[Metrics, ...]:
-        timetable = self.timetable
-        self.states, metrics = self.simulation.run(
+        self.states, latest = self.simulation.run(
             self.states,
             batches,
             timetable.output_iterations,
@@ -514,7 +508,17 @@ class _Program:
             only_large=bool(np.all(timetable.large)),
             venue=self.venue,
         )
-        return metrics
+        for blocks, block in zip(self.blocks, latest, strict=True):
+            blocks.append({name: values[:, : len(large)] for name, values in vars(block).items()})
+        self.done += len(large)
+        self.pace = (time.monotonic() - began) / len(large)
+
+    def compile(self) -> None:
+        """Compile the program of all blocks; a host task has none."""
+        if not self.simulation.on_host:
+            timetable, batches = self.timetable, np.full(BLOCK, SKIP)
+            takes_part = None if timetable.in_step else np.zeros((len(timetable.plans), BLOCK), bool)
+            self.simulation.compiled(batches, takes_part=takes_part, only_large=bool(np.all(timetable.large)))
 
     def _progress(self) -> Progress:
         plans = self.timetable.plans

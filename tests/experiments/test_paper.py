@@ -2,6 +2,7 @@
 
 import shlex
 import threading
+import time
 from ast import literal_eval
 from collections.abc import Iterator
 from dataclasses import replace
@@ -280,9 +281,29 @@ def test_programs_are_compiled_in_the_background(
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert len(compiled) == 2
-    assert all(name.startswith("compiling") for name in compiled)
+    assert all(name.startswith(training.COMPILING) for name in compiled)
     for ours, theirs in zip(directories, finished[0], strict=True):
         assert_same(training.load(ours), training.load(theirs))
+
+
+def test_training_says_what_compiling_in_the_background_could_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Simulation, *arguments: Any, **options: Any) -> Any:
+        raise ValueError("no memory")
+
+    monkeypatch.setitem(training.COMPILED_AT_ONCE, "cpu", 2)
+    directories = laid_down(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "compiled", fail)
+        training.resume_all(directories[:1] + directories[-1:])  # which compiles them itself
+        patch.setattr(Simulation, "run", fail)
+        with pytest.raises(ValueError, match="no memory"):
+            training.resume_all(directories)
+    deadline = time.monotonic() + 60
+    while training.is_compiling() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not training.is_compiling()
 
 
 def test_what_runs_of_one_program_have_in_common() -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from rule_table import AGGREGATORS, AGREEMENTS, KEY, OWN, VARIANTS, Case, D, K
 
 from byzpg.robust.aggregators import (
+    CAF,
     MDA,
     RFA,
     SMEA,
@@ -186,11 +187,36 @@ def test_the_filter_widens_its_radius_until_enough_rows_are_left():
 
 
 def test_largest_eigenvalue_whatever_the_others_are():
-    for spectrum in ([5, 5, 5, 5], [5, 4.9999, 0, 0], [5, 0, 0, 0], [5e-12, 3e-12, 1e-12, 0], [5e30, 1, 0, 0]):
+    spectra = (
+        [5, 5, 5, 5],
+        [5, 4.9999, 0, 0],
+        [5, 0, 0, 0],
+        [5e-12, 3e-12, 1e-12, 0],
+        [5e30, 1, 0, 0],
+        [5e-33, 0, 0, 0],
+    )
+    for spectrum in spectra:
         basis = np.linalg.qr(np.random.default_rng(0).normal(size=(4, 4)))[0]
         matrix = (basis * spectrum) @ basis.T
-        assert _largest_eigenvalue(jnp.asarray(matrix, jnp.float32)) == pytest.approx(spectrum[0], rel=2e-6)
-    assert _largest_eigenvalue(jnp.zeros((3, 3))) == 0
+        value, direction = _largest_eigenvalue(jnp.asarray(matrix, jnp.float32))
+        assert value == pytest.approx(spectrum[0], rel=2e-6)
+        np.testing.assert_allclose(matrix @ direction / spectrum[0], direction, atol=2e-5)
+        assert np.linalg.norm(direction) == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("noise", [0.0, -1e10])
+def test_rows_that_coincide_have_no_variance(noise: float):
+    """What rounding leaves of their Gram matrix may be negative."""
+    value, direction = _largest_eigenvalue(jnp.full((3, 3), noise))
+    assert value == 0
+    assert np.all(np.isfinite(direction))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6, 2.0**40])
+def test_caf_finds_rows_that_coincide(scale: float):
+    """Without the others, the six have variance 0; their Gram matrix is rounding, of the size of the others."""
+    rows = scale * np.array(2 * [[3.0, -3]] + 6 * [[2, -1]] + [[-2, 0]])
+    np.testing.assert_allclose(call(CAF(), rows.astype(np.float32), 2) / scale, [2, -1], atol=1e-6)
 
 
 # Properties

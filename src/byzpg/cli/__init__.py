@@ -85,6 +85,11 @@ def _dismiss_followers() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    if devices.torn():
-        os._exit(code)  # an orderly exit would wait for the other processes, which hang
+    training = sys.modules.get("byzpg.training")
+    if devices.torn() or (training is not None and training.is_compiling()):
+        # An orderly exit would wait: for the other processes, which hang, or for programs that nobody needs any more.
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code)
     sys.exit(code)

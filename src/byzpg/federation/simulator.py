@@ -163,9 +163,15 @@ class Simulation:
             states, packed = jax.block_until_ready(_run_block(*block, only_large=only_large))
         return states, tuple(Metrics(*np.moveaxis(each, 1, 0)) for each in devices.fetched(packed))
 
-    def compiled(self, batches: Sequence[int] | np.ndarray, *, only_large: bool = False) -> jax.stages.Compiled:
-        """The program of such a block, to see what it needs; not for host tasks."""
-        return _run_block.lower(*self._block(self.start(), batches, 0, None), only_large=only_large).compile()
+    def compiled(
+        self,
+        batches: Sequence[int] | np.ndarray,
+        *,
+        takes_part: np.ndarray | None = None,
+        only_large: bool = False,
+    ) -> jax.stages.Compiled:
+        """The program of such blocks, which `run` then finds compiled; not for host tasks."""
+        return _run_block.lower(*self._block(self.start(), batches, 0, takes_part), only_large=only_large).compile()
 
     def _block(
         self,

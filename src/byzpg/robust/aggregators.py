@@ -532,23 +532,32 @@ def _subsets(num_rows: int, size: int) -> np.ndarray:
     return np.array(list(combinations(range(num_rows), size)), np.int32)
 
 
-def _largest_eigenvalue(matrix: Array) -> Array:
-    """Return the largest eigenvalue of a positive semidefinite matrix [m, m], up to rounding.
+# A matrix is squared so often to find its largest eigenvalue, and scaled after so many squarings: no entry of M⁸
+# exceeds K⁷ if none of M exceeds 1.
+SQUARINGS, UNSCALED = 24, 3
 
-    tr(A^p)^(1/p) is at most m^(1/p) times the largest eigenvalue, and not less than it. So p = 2^23 gives all digits of
-    float32, and takes 23 squarings, however close other eigenvalues are. The matrix is divided by its trace after each.
-    Many small matrices are squared faster than they are decomposed, and LAPACK may hang in batches inside of loops.
+
+def _largest_eigenvalue(matrix: Array) -> tuple[Array, Array]:
+    """The largest eigenvalue of a positive semidefinite matrix, and an eigenvector of length 1, or 0 if there is none.
+
+    The powers of a matrix turn every column towards that eigenvector. In the power p = 2²⁴, what is left of others
+    changes the eigenvalue by at most 1/(2ep) of it, which is below float32's rounding, however close theirs are. Many
+    small matrices are squared faster than they are decomposed, and LAPACK may hang in batches inside of loops.
     """
 
-    def square(step: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        scaled, eigenvalue = state
-        squared = dot(scaled, scaled)
-        trace = jnp.maximum(jnp.trace(squared), jnp.finfo(matrix.dtype).tiny)
-        return squared / trace, eigenvalue * trace ** (jnp.asarray(0.5, matrix.dtype) ** (step + 1))
+    def positive(number: Array) -> Array:
+        return jnp.where(number > 0, number, 1)
 
-    trace = jnp.trace(matrix)
-    start = matrix / jnp.maximum(trace, jnp.finfo(matrix.dtype).tiny), jnp.maximum(trace, 0)
-    return lax.fori_loop(0, jnp.finfo(matrix.dtype).nmant, square, start)[1]
+    # Rounding may have made it indefinite, with small numbers on its diagonal. Squares have their largest one there.
+    scale = positive(jnp.max(jnp.abs(matrix)))
+    power = unit = matrix / scale
+    for squaring in range(1, SQUARINGS + 1):  # unrolled: a loop of XLA is slow on a GPU
+        power = dot(power, power)
+        if squaring % UNSCALED == 0:
+            power = power / positive(jnp.max(jnp.diagonal(power)))
+    found = power[:, jnp.argmax(jnp.diagonal(power))]
+    direction = found / positive(jnp.linalg.norm(found))
+    return scale * jnp.maximum(dot(direction, dot(unit, direction)), 0), direction
 
 
 @dataclass(frozen=True)
@@ -594,7 +603,7 @@ class SMEA(WeightedAggregator):
             # The Gram matrix of the rows around their mean has the nonzero eigenvalues of |S| times their covariance.
             gram = cloud.inner[rows[:, None], rows[None, :]]
             half = gram - jnp.mean(gram, axis=0)
-            variance = _largest_eigenvalue(half - jnp.mean(half, axis=1, keepdims=True))
+            variance, _ = _largest_eigenvalue(half - jnp.mean(half, axis=1, keepdims=True))
             return jnp.where(jnp.all(cloud.usable[rows]) & jnp.isfinite(variance), variance, jnp.inf)
 
         variances = lax.map(largest_variance, subsets, batch_size=SUBSETS_AT_ONCE)
@@ -755,32 +764,6 @@ class _FilterState(NamedTuple):
     unfinished: Array  # bool
 
 
-# How often a matrix is squared: its power 2¹⁸ tells eigenvalues apart that differ by one in 30,000.
-SQUARINGS = 18
-# How often between two scalings. With a largest entry of 1, which lies on the diagonal, no entry of M⁸ exceeds K⁷.
-UNSCALED = 3
-
-
-def _largest_eigenvalue(matrix: Array) -> tuple[Array, Array]:
-    """The largest eigenvalue of a positive semidefinite matrix, and an eigenvector of length 1, or 0 if there is none.
-
-    It takes matrix products alone. On a GPU, `eigh` of many small matrices is far slower.
-    """
-
-    def scaled(each: Array) -> Array:
-        largest = jnp.max(jnp.diagonal(each))
-        return each / jnp.where(largest > 0, largest, 1)
-
-    power = scaled(matrix)
-    for squaring in range(1, SQUARINGS + 1):  # no loop of XLA's, whose turns are slow on a GPU
-        power = dot(power, power)
-        power = power if squaring % UNSCALED else scaled(power)
-    found = power[:, jnp.argmax(jnp.diagonal(power))]
-    length = jnp.linalg.norm(found)
-    direction = found / jnp.where(length > 0, length, 1)
-    return dot(direction, dot(matrix, direction)), direction
-
-
 @dataclass(frozen=True)
 class CAF(WeightedAggregator):
     """Covariance-bound-agnostic filter: rows that cause the largest variance lose weight (Allouah et al. 2025).
@@ -819,7 +802,7 @@ class CAF(WeightedAggregator):
             return _FilterState(
                 weights=lighter,
                 best_mean=jnp.where(better, mean, state.best_mean),
-                best_variance=jnp.minimum(variance, state.best_variance),
+                best_variance=jnp.where(better, variance, state.best_variance),
                 unfinished=unfinished,
             )
 
