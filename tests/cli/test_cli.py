@@ -772,6 +772,24 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     return dict(zip(BAD, map(tuple, json.loads(done.stdout)), strict=True))
 
 
+STOPPED_WHILE_COMPILING = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from byzpg import cli, training
+
+begun = threading.Event()
+ThreadPoolExecutor(1, training.COMPILING).submit(lambda: (begun.set(), time.sleep(600)))
+begun.wait()
+print("Stopped.")
+cli._exit(130)
+"""
+
+
+def test_who_stops_does_not_wait_for_programs_that_are_compiled_in_the_background() -> None:
+    ended = subprocess.run([sys.executable, "-c", STOPPED_WHILE_COMPILING], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (130, "Stopped.\n")
+
+
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_error_and_exit_code_2(line: str, outcomes: dict[str, tuple[int, str]]) -> None:
     code, said = outcomes[line]

@@ -269,7 +269,7 @@ def test_programs_are_compiled_in_the_background(
     block.clear_cache()
     compiled = []
 
-    def listen(event: str, seconds: float, **about: Any) -> None:
+    def listen(event: str, duration_secs: float, **about: Any) -> None:
         if event.endswith("backend_compile_duration") and "_run_block" in about["fun_name"]:
             compiled.append(threading.current_thread().name)
 
