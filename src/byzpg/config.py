@@ -179,6 +179,7 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
     "LunarLander-v3": {
         "steps": 204_800,
         "step_size": 1e-2,
+        "momentum": 0.95,
         "decay": 0.9,
         "discount": 0.999,
         "ppo": PPO(

@@ -12,7 +12,7 @@ from rich.table import Table
 from byzpg import envs
 from byzpg.cli.console import say
 from byzpg.cli.labels import method
-from byzpg.experiments.paper import Experiment, Panel
+from byzpg.experiments.paper import Cell, Experiment, Panel
 from byzpg.experiments.rates import Rates, comparisons
 from byzpg.experiments.results import Result, Results
 from byzpg.experiments.statistics import lower_median, mean_and_deviation, significant
@@ -25,6 +25,7 @@ from byzpg.experiments.summaries import (
     final_returns,
     level_of,
     mean_reaches,
+    mean_saving,
     named,
     num_diverged,
     saving,
@@ -85,43 +86,45 @@ def experiments_table(results: Results) -> Table:
 
 
 def reach_table(experiment: Experiment, runs: Mapping[str, Result]) -> Table:
-    """When each run reaches the level, by panel, and how many times sooner than a single agent in the worst panel."""
+    """When each run reaches the level, and how many times sooner than a single agent."""
     unit = runs[experiment.panels[0].cells[0].run].settings.unit
     levels = " or ".join(dict.fromkeys(f"{level_of(panel):g}" for panel in experiment.panels))
-    table = _plain_table(f"{experiment.name}: {unit} per agent until a return of {levels}, median over seeds")
-    for column in ("run", "K", *(panel.title for panel in experiment.panels), "worst mean", "times sooner"):
-        table.add_column(column, justify="left" if column == "run" else "right", overflow="fold")
+    table = _plain_table(f"{experiment.name}: {unit} per agent until a return of {levels}")
+    for column in ("run", "K", "attack", "median", "times sooner", "mean", "times sooner"):
+        table.add_column(column, justify="left" if column in ("run", "attack") else "right", no_wrap=column == "attack")
     table.caption_justify = "left"
     table.caption = (
         "K: number of agents (attackers)\n"
-        "worst mean: the same for the mean curve over seeds, in the worst panel\n"
-        "times sooner: than a single agent, in the worst panel \\[95 % interval]"
+        "median: over seeds (how many get there); mean: where the mean curve over seeds gets there\n"
+        "times sooner: than a single agent \\[95 % interval]"
     )
-    places: dict[tuple[str, object], list[tuple[Panel, Result]]] = {}
+    rows: dict[str, tuple[Cell, Panel]] = {}
     for panel in experiment.panels:
         for cell in panel.cells:
-            places.setdefault((cell.label, cell.at), []).append((panel, runs[cell.run]))
-    alone = next((several[0][1] for (_, at), several in places.items() if at == 1), None)
-    for (label, at), several in places.items():
-        attackers = several[0][1].settings.num_attackers
-        means = [mean_reaches(result, level_of(panel)) for panel, result in several]
-        savings = [saving(result, alone, level_of(panel)) for panel, result in several] if alone and at != 1 else []
+            rows.setdefault(cell.run, (cell, panel))  # without attackers, all panels have the same run
+    places = [(cell.label, cell.at) for cell in experiment.panels[0].cells]
+    alone = next((runs[cell.run] for cell, _ in rows.values() if cell.at == 1), None)
+    for cell, panel in sorted(rows.values(), key=lambda row: places.index((row[0].label, row[0].at))):
+        result, level = runs[cell.run], level_of(panel)
+        savings = [of(result, alone, level) for of in (saving, mean_saving)] if alone and cell.at != 1 else [None, None]
+        attackers = result.settings.num_attackers
         table.add_row(
-            escape(label),
-            f"{at} ({attackers})",
-            *(_median_reach(result, level_of(panel)) for panel, result in several),
-            _count(max(means)),
-            _least(savings),
+            escape(cell.label),
+            f"{cell.at} ({attackers})",
+            panel.title if attackers else "–",
+            _median_reach(result, level),
+            _factor(savings[0]),
+            _count(mean_reaches(result, level)),
+            _factor(savings[1]),
         )
     return table
 
 
-def _least(savings: Sequence[Estimate]) -> str:
-    """The smallest of some factors; it is 0 if a run never reaches the level."""
-    if not savings:
+def _factor(saved: Estimate | None) -> str:
+    """How many times sooner; it is 0 if a run never reaches the level."""
+    if saved is None:
         return "–"
-    least = min(savings, key=lambda each: each.value)
-    return interval(least, ".1f") if least.value else "never"
+    return interval(saved, ".1f") if saved.value else "never"
 
 
 def _median_reach(result: Result, level: float) -> str:

@@ -297,10 +297,29 @@ def saving(result: Result, alone: Result, level: float | None = None) -> Estimat
     times = [trajectories_to_level(each, level) for each in (alone, result)]
 
     def ratio(pooled: np.ndarray, axis: int = 0) -> np.ndarray:
-        theirs, ours = (lower_median(part, axis) for part in np.split(pooled, [len(times[0])], axis))
-        return np.divide(theirs, ours, out=np.zeros_like(theirs), where=np.isfinite(ours))
+        return _times_sooner(*(lower_median(part, axis) for part in np.split(pooled, [len(times[0])], axis)))
 
     return estimate(times, ratio)
+
+
+def mean_saving(result: Result, alone: Result, level: float) -> Estimate:
+    """As `saving`, for the mean curves over seeds."""
+    both = (alone, result)
+
+    def ratio(seeds: np.ndarray, axis: int = 0) -> np.ndarray:
+        drawn = np.split(np.atleast_2d(seeds).astype(int), [len(alone.returns)], axis=1)
+        means = (np.mean(each.returns[which], axis=1, dtype=float) for each, which in zip(both, drawn, strict=True))
+        reached = (
+            trajectories_to_reach(each.progress, mean, level, window_of(each))
+            for each, mean in zip(both, means, strict=True)
+        )
+        return _times_sooner(*reached).reshape(seeds.shape[:axis])
+
+    return estimate([np.arange(len(each.returns)) for each in both], ratio)
+
+
+def _times_sooner(alone: np.ndarray, together: np.ndarray) -> np.ndarray:
+    return np.divide(alone, together, out=np.zeros_like(alone), where=np.isfinite(together))
 
 
 def plain_rival(cell: Cell, panel: Panel, runs: Mapping[str, Result]) -> Cell | None:
