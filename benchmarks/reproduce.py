@@ -62,16 +62,17 @@ def main() -> None:
         training.resume_all(directories, on_progress)
         seconds = time.perf_counter() - started
         runs = {directory.name: training.load(directory) for directory in directories}
-    if arguments.preset != "tuned" and not arguments.without:  # `tuned` aims to learn faster than the published curves
-        say_how_far_apart(Results.of(planned, runs, provenance()))
     name = "-".join([*arguments.names, arguments.preset])
-    if arguments.output is not None:
+    if not arguments.without:
         given = {name: value for name, value in vars(arguments).items() if value != parser.get_default(name)}
         options = [f"--{name} {value}" for name, value in given.items() if name not in ("names", "output")]
         command = " ".join(["python benchmarks/reproduce.py", *arguments.names, *options])
-        about = {**provenance(), "command": command, "seconds": seconds}
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        Results.of(planned, runs, about).save(arguments.output / f"{name}.npz")
+        results = Results.of(planned, runs, {**provenance(), "command": command, "seconds": seconds})
+        if arguments.preset != "tuned":  # which aims to learn faster than the published curves
+            say_how_far_apart(results)
+        if arguments.output is not None:
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            results.save(arguments.output / f"{name}.npz")
     hours = sum(15 if run.settings.env == LUNARLANDER else 5 for run in runs.values())
     number = sum(run.settings.num_seeds for run in runs.values())
     steps = sum(np.nansum(run.metrics["environment_steps"]) for run in runs.values())

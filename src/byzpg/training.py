@@ -505,7 +505,7 @@ class _Program:
             batches,
             timetable.output_iterations,
             takes_part=takes_part,
-            only_large=bool(np.all(timetable.large)),
+            only_large=timetable.only_large,
             venue=self.venue,
         )
         for blocks, block in zip(self.blocks, latest, strict=True):
@@ -518,7 +518,7 @@ class _Program:
         if not self.simulation.on_host:
             timetable, batches = self.timetable, np.full(BLOCK, SKIP)
             takes_part = None if timetable.in_step else np.zeros((len(timetable.plans), BLOCK), bool)
-            self.simulation.compiled(batches, takes_part=takes_part, only_large=bool(np.all(timetable.large)))
+            self.simulation.compiled(batches, takes_part=takes_part, only_large=timetable.only_large)
 
     def _progress(self) -> Progress:
         plans = self.timetable.plans

@@ -773,7 +773,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
 
 
 STOPPED_WHILE_COMPILING = """
-import sys, threading, time
+import threading, time
 from concurrent.futures import ThreadPoolExecutor
 from byzpg import cli, training
 

@@ -285,6 +285,11 @@ class Timetable:
         return bool(np.all(self.takes_part))
 
     @property
+    def only_large(self) -> bool:
+        """Whether there are no small batches."""
+        return bool(np.all(self.large))
+
+    @property
     def output_iterations(self) -> np.ndarray:
         """T̂ [seed]."""
         return np.asarray([plan.output_iteration for plan in self.plans])
