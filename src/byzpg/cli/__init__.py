@@ -1,5 +1,7 @@
 """The command line, with one module per command. It is the only package that prints or names an option as a flag."""
 
+import atexit
+import gc
 import os
 import sys
 from typing import NoReturn
@@ -20,6 +22,10 @@ __all__ = ["main"]
 def main() -> None:
     """Run the command that the arguments of this process name, on whatever terminal."""
     survive_any_terminal()
+    if not gc.get_freeze_count():
+        # What was imported stays, and so does all that is left when Python exits: it need not be searched for garbage.
+        gc.freeze()
+        atexit.register(gc.freeze)
     try:
         try:
             _main()

@@ -65,13 +65,15 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure and close it. The suffix of the path is the format; a .png is reduced to 256 colours."""
     file_format = path.suffix.removeprefix(".")
     drawn = BytesIO()
+    # A .png is compressed again below.
+    quickly: dict[str, Any] = {"pil_kwargs": {"compress_level": 1}} if file_format == "png" else {}
     try:
-        figure.savefig(drawn, format=file_format, bbox_inches="tight", dpi=160)
+        figure.savefig(drawn, format=file_format, bbox_inches="tight", dpi=160, **quickly)
     finally:
         pyplot.close(figure)
     if file_format == "png":
         image, drawn = Image.open(drawn).convert("RGB").quantize(256), BytesIO()
-        image.save(drawn, "PNG", optimize=True)
+        image.save(drawn, "PNG")
     write_atomically(path, lambda file: file.write(drawn.getvalue()))
 
 
