@@ -479,6 +479,8 @@ def test_how_many_times_sooner(joining: Results) -> None:
     assert of_means.value == 97 / 21
     assert 65 / 21 <= of_means.low < of_means.value < of_means.high <= 97 / 14
     assert mean_saving(never, alone, 475) == Estimate(0, 0, 0)
+    coarse = replace(alone, progress=alone.progress[1::2], metrics={"return_mean": alone.returns[:2, 1::2]})
+    assert mean_saving(found["DecByzPPO", 25], coarse, 475).value == mean_reaches(coarse, 475) / 21_000
     assert mean_saving(alone, never, 475).value == np.inf
     table = reach_table(experiment, joining.runs)
     rows = list(zip(*(column.cells for column in table.columns), strict=True))

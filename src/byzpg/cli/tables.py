@@ -92,6 +92,7 @@ def reach_table(experiment: Experiment, runs: Mapping[str, Result]) -> Table:
     table = _plain_table(f"{experiment.name}: {unit} per agent until a return of {levels}")
     for column in ("run", "K", "attack", "median", "times sooner", "mean", "times sooner"):
         table.add_column(column, justify="left" if column in ("run", "attack") else "right", no_wrap=column == "attack")
+    table.padding = (0, 1, 0, 0)
     table.caption_justify = "left"
     table.caption = (
         "K: number of agents (attackers)\n"
@@ -102,7 +103,7 @@ def reach_table(experiment: Experiment, runs: Mapping[str, Result]) -> Table:
     for panel in experiment.panels:
         for cell in panel.cells:
             rows.setdefault(cell.run, (cell, panel))  # without attackers, all panels have the same run
-    places = [(cell.label, cell.at) for cell in experiment.panels[0].cells]
+    places = list(dict.fromkeys((cell.label, cell.at) for panel in experiment.panels for cell in panel.cells))
     alone = next((runs[cell.run] for cell, _ in rows.values() if cell.at == 1), None)
     for cell, panel in sorted(rows.values(), key=lambda row: places.index((row[0].label, row[0].at))):
         result, level = runs[cell.run], level_of(panel)

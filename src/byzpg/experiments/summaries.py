@@ -305,8 +305,10 @@ def saving(result: Result, alone: Result, level: float | None = None) -> Estimat
 def mean_saving(result: Result, alone: Result, level: float) -> Estimate:
     """As `saving`, for the mean curves over seeds."""
     both = (alone, result)
+    if not np.any(result.returns >= level):
+        return Estimate(0, 0, 0)
 
-    def ratio(seeds: np.ndarray, axis: int = 0) -> np.ndarray:
+    def ratio(seeds: np.ndarray, axis: int = 0) -> np.ndarray:  # of the means of these seeds [seed] or [resample, seed]
         drawn = np.split(np.atleast_2d(seeds).astype(int), [len(alone.returns)], axis=1)
         means = (np.mean(each.returns[which], axis=1, dtype=float) for each, which in zip(both, drawn, strict=True))
         reached = (
