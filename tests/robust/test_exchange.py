@@ -358,6 +358,9 @@ WATCHED = WatchedSplit(scale=3.0)
         (aggregators.TrimmedMean(), attacks.Equivocate(scale=3.0), 7500),  # one for each half, and each attacker
         (aggregators.RFA(), attacks.MDAFooling(), 250),
         (BUCKETS, attacks.SignFlip(), 250),
+        # Receivers of the same rows share products, and draw buckets of their own.
+        (aggregators.Bucketing(aggregators.RFA(), size=2), attacks.Equivocate(scale=3.0), 7500),
+        (aggregators.Bucketing(aggregators.RFA(), size=2), HalfSilent(), 2),
         (aggregators.TrimmedMean(), attacks.LargeNoise(), 7500),  # random messages, which are not compared
     ],
     ids=str,

@@ -2,7 +2,8 @@
 
 Rows that all receivers hold are multiplied once. Messages that attackers sent to one receiver alone are multiplied for
 that receiver. This is done for a group of receivers at a time, so the K × b × d such messages never exist at once.
-Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows.
+Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows; if it is
+random, they share the products of these rows.
 
 A receiver's own row is always its true vector, at Byzantine agents too: they send false messages to others, but keep
 an honest state.
@@ -554,13 +555,22 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     audience = attack.stated_audience(messages.knowledge, receivers) if messages.equivocal else None
     # Random messages differ, unless the rule ignores them, so that looking for equal ones would only draw them twice.
     differ = audience is None and attack.needs_key and messages.equivocal and not rule.ignores_far_rows
-    if rule.differs_by_receiver or differ:
+    if differ or (rule.differs_by_receiver and not rule.needs_key):
         return _in_groups(at_group, receivers, at_once, len(receivers))
     is_new = ~_same_as_before(setting, messages, receivers, at_once, audience)
     firsts = receivers[jnp.nonzero(is_new, size=len(receivers), fill_value=0)[0]]
-    found = _in_groups(at_group, firsts, at_once, jnp.sum(is_new))
     stands_for = jnp.cumsum(is_new) - 1
-    return jax.tree.map(lambda leaf: leaf[stands_for], found)
+
+    def shared(function: Callable[[Array], Any]) -> Any:
+        """Apply a function once for all neighbouring receivers that hold the same rows."""
+        found = _in_groups(function, firsts, at_once, jnp.sum(is_new))
+        return jax.tree.map(lambda leaf: leaf[stands_for], found)
+
+    if not rule.differs_by_receiver:
+        return shared(at_group)
+    # Receivers of the same rows draw different numbers, and have the products of these rows in common.
+    products = shared(partial(_products_at_group, setting, messages))
+    return _in_groups(lambda group: at_group(*group), (receivers, products), at_once, len(receivers))
 
 
 def _same_as_before(
@@ -593,9 +603,49 @@ def _same_as_before(
 
 
 def _at_group(
-    setting: _Setting, messages: _Messages, key: Array, receivers: Array, *, many: bool = False
+    setting: _Setting,
+    messages: _Messages,
+    key: Array,
+    receivers: Array,
+    products: tuple[Array, Array] | None = None,
+    *,
+    many: bool = False,
 ) -> tuple[Array, Array | None]:
-    """As `_at_receivers`, at one group of receivers.
+    """As `_at_receivers`, at one group of receivers, or one of `many` groups. Its products may be known already."""
+    rule = setting.rule
+
+    def at_receiver(cloud: Cloud, receiver: Array, products: tuple[Array, Array] | None) -> tuple[Array, Array | None]:
+        if products is not None:
+            cloud = replace(cloud, inner=products[0], towards_origin=products[1])
+        options = {"num_byzantine": setting.num_byzantine, "key": rule_key(key, receiver)}
+        if messages.has_combinations(rule):
+            coefficients = coefficients_at_receiver(rule, cloud, **options)
+            return cloud.of_stored(coefficients[None])[0], coefficients[:-1] if setting.diagnose else None
+        applied = apply_at_receiver(rule, cloud, with_weights=setting.diagnose and rule.has_weights, **options)
+        return applied.result, applied.weights
+
+    return _for_clouds(at_receiver, setting, messages, receivers, products, many=many)
+
+
+def _products_at_group(setting: _Setting, messages: _Messages, receivers: Array) -> tuple[Array, Array]:
+    """Return the inner products of what each receiver of one of many groups holds, as its cloud has them."""
+
+    def at_receiver(cloud: Cloud, _: Array, __: None) -> tuple[Array, Array]:
+        return cloud.inner, cloud.towards_origin
+
+    return _for_clouds(at_receiver, setting, messages, receivers, None, many=True)
+
+
+def _for_clouds(
+    function: Callable[[Cloud, Array, Any], Any],
+    setting: _Setting,
+    messages: _Messages,
+    receivers: Array,
+    known: Any,
+    *,
+    many: bool,
+) -> Any:
+    """Return function(what a receiver holds, the receiver, what is known of it) for a group of receivers.
 
     If it is one of `many` groups, then private messages without influence are left out.
     """
@@ -606,25 +656,14 @@ def _at_group(
     if selective:
         heard &= ~messages.is_own(receivers)
 
-    def held_by(receiver: Array, private: Array, heard: Array) -> tuple[Cloud, dict[str, Any]]:
+    def at_receiver(receiver: Array, private: Array, heard: Array, known: Any) -> Any:
         own = None if setting.at_server else receiver
-        cloud = messages.held_by(receiver, private, heard, own, often_unusable=selective)
-        return cloud, {"num_byzantine": setting.num_byzantine, "key": rule_key(key, receiver)}
+        return function(messages.held_by(receiver, private, heard, own, often_unusable=selective), receiver, known)
 
-    def coefficients_at(*receiver: Array) -> tuple[Array, Array | None]:
-        cloud, options = held_by(*receiver)
-        coefficients = coefficients_at_receiver(rule, cloud, **options)
-        return cloud.of_stored(coefficients[None])[0], coefficients[:-1] if setting.diagnose else None
-
-    def result_at(*receiver: Array) -> tuple[Array, Array | None]:
-        cloud, options = held_by(*receiver)
-        applied = apply_at_receiver(rule, cloud, with_weights=setting.diagnose and rule.has_weights, **options)
-        return applied.result, applied.weights
-
-    at_receiver = coefficients_at if messages.has_combinations(rule) else result_at
+    each = receivers, private, heard, known
     if len(receivers) == 1:  # with an axis of its own, XLA would not fuse a sorting network into one pass
-        return jax.tree.map(lambda leaf: leaf[None], at_receiver(receivers[0], private[0], heard[0]))
-    return jax.vmap(at_receiver)(receivers, private, heard)
+        return jax.tree.map(lambda leaf: leaf[None], at_receiver(*jax.tree.map(lambda leaf: leaf[0], each)))
+    return jax.vmap(at_receiver)(*each)
 
 
 def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weights: Array | None) -> Diagnostics:
@@ -662,12 +701,12 @@ def _diameter(inner: Array) -> Array:
     return jnp.sqrt(jnp.max(squared_distances(inner)))
 
 
-def _in_groups(function: Callable[[Array], Any], receivers: Array, at_once: int, number: Array | int) -> Any:
+def _in_groups(function: Callable[[Any], Any], receivers: Any, at_once: int, number: Array | int) -> Any:
     """Return function(receivers), computed for one group of at most `at_once` at a time.
 
-    Only the results of the first `number` receivers are needed.
+    Only the results of the first `number` receivers are needed. Their arrays lead with [receiver].
     """
-    num_receivers = len(receivers)
+    num_receivers = len(jax.tree.leaves(receivers)[0])
     group = -(-num_receivers // -(-num_receivers // at_once))
     num_groups = -(-number // group)
 
@@ -679,14 +718,14 @@ def _in_groups(function: Callable[[Array], Any], receivers: Array, at_once: int,
             lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start(number), 0), results, part
         )
 
-    def step(number: Array, carry: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+    def step(number: Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         # The next group and the last results wait for one step. XLA would otherwise fuse choosing the group and storing
         # its results with the rule, and run that more slowly and on one thread.
         current, previous, results = carry
-        following = lax.dynamic_slice_in_dim(receivers, start(number + 1), group)
+        following = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start(number + 1), group), receivers)
         return following, function(current), written(results, previous, number - 1)
 
-    first = receivers[:group]
+    first = jax.tree.map(lambda leaf: leaf[:group], receivers)
     function = jax.jit(function)  # so that it is traced once
     none_yet = zeros_for(function, first)
     results = jax.tree.map(lambda leaf: jnp.zeros((num_receivers, *leaf.shape[1:]), leaf.dtype), none_yet)
