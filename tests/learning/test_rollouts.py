@@ -428,7 +428,23 @@ def test_attacks_on_play_do_not_affect_each_other() -> None:
 
 
 class CountingInLoops(Counting):
+    """Its state has arrays of two types, one of them with an axis of its own."""
+
     has_loops = True
+
+    def _as_arrays(self, count: Count) -> Any:
+        step, last, *noise = count
+        return {"noise": jnp.stack(noise, axis=-1), "step": step.astype(jnp.int32), "last": last}
+
+    def reset(self, key: Array) -> Any:
+        return self._as_arrays(super().reset(key))
+
+    def observe(self, state: Any) -> Count:
+        return Count(state["step"].astype(float), state["last"], *jnp.moveaxis(state["noise"], -1, 0))
+
+    def step(self, state: Any, action: Numbers, noise: Numbers) -> tuple[Any, Array, Array]:
+        count, *outcome = super().step(self.observe(state), action, noise)
+        return self._as_arrays(count), *outcome
 
 
 @pytest.mark.parametrize("kind", [Counting, CountingInLoops])
