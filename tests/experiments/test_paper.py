@@ -181,7 +181,13 @@ def test_joining_has_one_agent_and_federations_with_a_quarter_attacking() -> Non
 
 @pytest.mark.parametrize(
     ("task", "level"),
-    [("CartPole-v1", 475), ("gymnasium:CartPole-v1", 475), ("Acrobot-v1", -85), ("Pendulum-v1", -200)],
+    [
+        ("CartPole-v1", 475),
+        ("gymnasium:CartPole-v1", 475),
+        ("Acrobot-v1", -85),
+        ("Pendulum-v1", -200),
+        ("envpool:HalfCheetah-v4", 3000),
+    ],
 )
 def test_joining_on_other_tasks(task: str, level: float) -> None:
     (experiment,) = _planned_without_runs("joining", task)
