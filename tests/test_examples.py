@@ -57,6 +57,7 @@ def number(pattern: str, text: str) -> float:
     return float(found)
 
 
+@pytest.mark.slow
 def test_a_module_of_ones_own_parts_keeps_their_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_five_minutes.py` runs the commands with them."""
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -72,6 +73,7 @@ def test_a_module_of_ones_own_parts_keeps_their_contracts(monkeypatch: pytest.Mo
         assert "checks passed" in str(report)
 
 
+@pytest.mark.slow
 def test_digits_are_learned_beside_attackers_by_a_robust_rule_and_not_by_the_mean(tmp_path: Path) -> None:
     text = run(EXAMPLES / "digits.py", tmp_path)
     assert number(r"Mean\(\): (\d+)%", text) < 30

@@ -111,6 +111,7 @@ def test_from_keys_to_a_manifest_and_what_can_be_wrong(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("federation-demo*"))
 
 
+@pytest.mark.slow
 def test_a_demo_with_an_own_task_and_an_attacker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "short_cartpole.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)

@@ -154,6 +154,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

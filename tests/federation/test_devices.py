@@ -273,6 +273,7 @@ def train_with_critic(folder: str) -> None:
     training.train(WITH_CRITIC, Path(folder) / "coordinates")
 
 
+@pytest.mark.slow
 def test_agents_with_a_critic_learn_the_same_on_eight_devices(tmp_path: Path) -> None:
     done = in_eight(tmp_path, "train_with_critic(sys.argv[1])")
     alone = training.train(WITH_CRITIC)

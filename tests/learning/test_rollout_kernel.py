@@ -85,7 +85,9 @@ CARTPOLE = ENVIRONMENTS["CartPole-v1"]()
         pytest.param(CARTPOLE, CategoricalMLP(4, (20, 33, 8), "elu", num_actions=2), 16, marks=pytest.mark.slow),
         (CARTPOLE, CategoricalMLP(4, (), num_actions=2), 5),
         (Drifting(), GaussianMLP(2, (6, 4), "silu", action_size=2, initial_log_std=-0.5), 7),
-        (ENVIRONMENTS["LunarLander-v3"](), CategoricalMLP(8, (16,), num_actions=4), 3),
+        pytest.param(
+            ENVIRONMENTS["LunarLander-v3"](), CategoricalMLP(8, (16,), num_actions=4), 3, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_kernel_plays_what_the_loop_plays(env: Environment, policy: Policy, num_episodes: int) -> None:
