@@ -428,13 +428,14 @@ def test_attacks_on_play_do_not_affect_each_other() -> None:
 
 
 class CountingInLoops(Counting):
-    """Its state has arrays of two types, one of them with an axis of its own."""
+    """Its state has arrays of three types, one of them with an axis of its own."""
 
     has_loops = True
 
     def _as_arrays(self, count: Count) -> Any:
         step, last, *noise = count
-        return {"noise": jnp.stack(noise, axis=-1), "step": step.astype(jnp.int32), "last": last}
+        state = {"noise": jnp.stack(noise, axis=-1), "step": step.astype(jnp.int32), "last": last}
+        return {**state, "began": step > 0}
 
     def reset(self, key: Array) -> Any:
         return self._as_arrays(super().reset(key))

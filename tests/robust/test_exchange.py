@@ -15,6 +15,7 @@ from byzpg.robust import exchange as module
 from byzpg.robust.attacks import Knowledge
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import attack_key, exchange, rule_key
+from byzpg.robust.functions import aggregator
 from byzpg.robust.least_diameter import SearchLimitError
 from byzpg.robust.rules import apply_rule
 
@@ -119,6 +120,12 @@ def assert_law(results, rule, attack, phase="gradients", attackers=ATTACKERS, ve
         np.testing.assert_allclose(results[receiver], by_hand(rule, rows, receiver), rtol=tolerance, atol=tolerance)
 
 
+@aggregator
+def drawn(received, num_byzantine, key):
+    """One of the rows, at random: what it is differs by receiver, since each has a key of its own."""
+    return received[jax.random.randint(key, (), 0, len(received))]
+
+
 @dataclass(frozen=True)
 class HalfSilent(attacks.Equivocate):
     """Attackers send nothing to every other receiver, and −1 × the truth to the rest."""
@@ -127,9 +134,21 @@ class HalfSilent(attacks.Equivocate):
         return jnp.where(receivers[:, None, None] % 2, jnp.nan, -knowledge.truth())
 
 
+@dataclass(frozen=True)
+class SilentToSome(HalfSilent):
+    """The same in a row for a few receivers, as it says."""
+
+    def false_messages(self, knowledge, receivers):
+        return super().false_messages(knowledge, receivers // 4)
+
+    def audience(self, knowledge, receivers):
+        return receivers // 4 % 2
+
+
 MEAN, HONESTLY = aggregators.Mean(), attacks.NoAttack()
 NOISE, SPLIT = attacks.LargeNoise(), attacks.Equivocate(scale=3.0)
 BUCKETS = aggregators.Bucketing(MEAN, size=2)
+DISTANT_BUCKETS = aggregators.Bucketing(aggregators.RFA(), size=2)
 LAW = (
     (aggregators.Mean(), attacks.SignFlip(), "gradients"),
     (aggregators.RFA(), HalfSilent(), "gradients"),
@@ -149,6 +168,7 @@ LAW = (
     (aggregators.ARC(aggregators.TrimmedMean()), attacks.SignFlip(scale=9.0), "gradients"),
     (BUCKETS, SPLIT, "gradients"),
     (aggregators.Bucketing(aggregators.Median(), size=2), attacks.IPM(), "gradients"),
+    (drawn(), attacks.IPM(), "gradients"),
     (agreement.GDA(), attacks.Dissensus(), "parameters"),
     (agreement.GDA(), attacks.AvgZero(), "parameters"),
     (agreement.TrimmedMeanAgreement(), HalfSilent(), "parameters"),
@@ -358,9 +378,11 @@ WATCHED = WatchedSplit(scale=3.0)
         (aggregators.TrimmedMean(), attacks.Equivocate(scale=3.0), 7500),  # one for each half, and each attacker
         (aggregators.RFA(), attacks.MDAFooling(), 250),
         (BUCKETS, attacks.SignFlip(), 250),
-        # Receivers of the same rows share products, and draw buckets of their own.
-        (aggregators.Bucketing(aggregators.RFA(), size=2), attacks.Equivocate(scale=3.0), 7500),
-        (aggregators.Bucketing(aggregators.RFA(), size=2), HalfSilent(), 2),
+        # Receivers of the same rows share products, and draw buckets of their own: one by one, and in groups of four.
+        (DISTANT_BUCKETS, attacks.Equivocate(scale=3.0), 7500),
+        (DISTANT_BUCKETS, attacks.Equivocate(scale=3.0), 17_001),
+        (DISTANT_BUCKETS, SilentToSome(), 17_001),
+        (DISTANT_BUCKETS, HalfSilent(), 17_001),  # it does not say who gets the same
         (aggregators.TrimmedMean(), attacks.LargeNoise(), 7500),  # random messages, which are not compared
     ],
     ids=str,

@@ -17,7 +17,15 @@ from typing import Any, Literal
 import numpy as np
 
 from byzpg import envs
-from byzpg.config import ADAM_AT_AGENTS, ADAM_BEHIND_RULE, PRESETS_BY_TASK, REPORTED_SEED, Config, Settings
+from byzpg.config import (
+    ADAM_AT_AGENTS,
+    ADAM_BEHIND_RULE,
+    MUJOCO_TASKS,
+    PRESETS_BY_TASK,
+    REPORTED_SEED,
+    Config,
+    Settings,
+)
 from byzpg.federation.algorithms import ALGORITHMS
 from byzpg.robust.components import unknown
 from byzpg.runs import RunDirectory
@@ -494,7 +502,7 @@ def _averaging(build: _Builder) -> Experiment:
 SIZES_TO_JOIN = (2, 5, 13, 25)
 LARGEST_PLAIN = 13  # Plain averaging fails with the first attacker: the largest federation would only take time.
 # The return that counts as learned where the task's own threshold is too low, out of reach, or there is none. In MuJoCo
-# it is about half of what is published for PPO after a million steps (RL Baselines3 Zoo).
+# it is about half of what is published for PPO after a million steps (RL Baselines3 Zoo; v3 of the tasks, greedy).
 _LEVELS_TO_JOIN_FOR = {
     "Acrobot-v1": -85.0,
     "Pendulum-v1": -200.0,
@@ -511,7 +519,8 @@ def _joining(build: _Builder) -> Experiment:
     if level is None:
         raise ValueError(
             f"joining needs a return that counts as learned, and {task} has none: choose one of "
-            f"{', '.join(_LEVELS_TO_JOIN_FOR)}, or a task with a reward threshold."
+            f"{', '.join(f'envpool:{name}' if name in MUJOCO_TASKS else name for name in _LEVELS_TO_JOIN_FOR)}, or a "
+            "task with a reward threshold."
         )
 
     def panel(attack: str) -> Panel:

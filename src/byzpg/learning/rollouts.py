@@ -370,7 +370,7 @@ class _Rows(NamedTuple):
 
 
 class _Packing:
-    """Between states [agent, episode] of many arrays, a lander's of 82, and states of one array for each type.
+    """Packs states [agent, episode] of many arrays, a lander's of 82, into one array for each type, and back.
 
     Choosing episodes from one array and writing them back runs faster, and compiles faster, than from and to many.
     """

@@ -697,7 +697,7 @@ class MoNNA(WeightedAggregator):
     pivot: int | None = None
 
     @property
-    def differs_by_receiver(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def differs_by_receiver(self) -> bool:
         return self.pivot is None
 
     def max_byzantine(self, num_agents: int) -> int:
@@ -865,8 +865,8 @@ class PreAggregator(Aggregator):
         return self.rule.needs_key
 
     @property
-    def differs_by_receiver(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.differs_by_receiver
+    def differs_by_receiver(self) -> bool:
+        return self.needs_key or self.rule.differs_by_receiver
 
     def max_byzantine(self, num_agents: int) -> int:
         return self.rule.max_byzantine(num_agents)
@@ -1028,10 +1028,6 @@ class Bucketing(PreAggregator):
 
     @property
     def needs_key(self) -> bool:
-        return True
-
-    @property
-    def differs_by_receiver(self) -> bool:
         return True
 
     def bucket_size(self, num_agents: int, num_byzantine: int) -> int:

@@ -174,7 +174,10 @@ class GDA(WeightedAgreement):
     """
 
     bound: ClassVar[str] = "f < K/5"
-    differs_by_receiver: ClassVar[bool] = True
+
+    @property
+    def differs_by_receiver(self) -> bool:
+        return True
 
     def max_byzantine(self, num_agents: int) -> int:
         return (num_agents - 1) // 5
@@ -231,7 +234,10 @@ class NoAgreement(WeightedAgreement):
     """
 
     bound: ClassVar[str] = "f < K"
-    differs_by_receiver: ClassVar[bool] = True
+
+    @property
+    def differs_by_receiver(self) -> bool:
+        return True
 
     def max_byzantine(self, num_agents: int) -> int:
         return num_agents - 1

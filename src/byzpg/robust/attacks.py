@@ -229,8 +229,9 @@ class Attack(Component):
         """Return a number ≥ 0 for each of `receivers` [r], the same for those that certainly get the same messages.
 
         Where a large federation takes its receivers in groups, it then applies the rule once for neighbouring receivers
-        with the same number. None, the default, says that this is not known: the messages are compared, which takes
-        longer. A subclass that changes the messages must define its own `audience`.
+        with the same number, or multiplies their rows once if the rule is random. None, the default, says that this is
+        not known: the messages are compared, which takes longer. A subclass that changes the messages must define its
+        own `audience`.
         """
         return None
 

@@ -2,8 +2,8 @@
 
 Rows that all receivers hold are multiplied once. Messages that attackers sent to one receiver alone are multiplied for
 that receiver. This is done for a group of receivers at a time, so the K × b × d such messages never exist at once.
-Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows; if it is
-random, they share the products of these rows.
+Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows. If it is
+random, and the attack says who gets the same, they share the products of these rows.
 
 A receiver's own row is always its true vector, at Byzantine agents too: they send false messages to others, but keep
 an honest state.
@@ -555,28 +555,34 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     audience = attack.stated_audience(messages.knowledge, receivers) if messages.equivocal else None
     # Random messages differ, unless the rule ignores them, so that looking for equal ones would only draw them twice.
     differ = audience is None and attack.needs_key and messages.equivocal and not rule.ignores_far_rows
-    if differ or (rule.differs_by_receiver and not rule.needs_key):
+    products_fit = 4 * len(receivers) * messages.knowledge.num_agents**2 <= GROUP_BYTES_ON_CPU
+    share_products = rule.needs_key and audience is not None and products_fit
+    if differ or (rule.differs_by_receiver and not share_products):
         return _in_groups(at_group, receivers, at_once, len(receivers))
     is_new = ~_same_as_before(setting, messages, receivers, at_once, audience)
     firsts = receivers[jnp.nonzero(is_new, size=len(receivers), fill_value=0)[0]]
     stands_for = jnp.cumsum(is_new) - 1
 
-    def shared(function: Callable[[Array], Any]) -> Any:
-        """Apply a function once for all neighbouring receivers that hold the same rows."""
+    def at_firsts(function: Callable[[Array], Any]) -> Callable[[Array], Any]:
+        """Apply a function to the first of neighbouring receivers that hold the same rows, and look others up there."""
         found = _in_groups(function, firsts, at_once, jnp.sum(is_new))
-        return jax.tree.map(lambda leaf: leaf[stands_for], found)
+        return lambda places: jax.tree.map(lambda leaf: leaf[places], found)
 
     if not rule.differs_by_receiver:
-        return shared(at_group)
+        return at_firsts(at_group)(stands_for)
     # Receivers of the same rows draw different numbers, and have the products of these rows in common.
-    products = shared(partial(_products_at_group, setting, messages))
-    return _in_groups(lambda group: at_group(*group), (receivers, products), at_once, len(receivers))
+    products = at_firsts(partial(_products_at_group, setting, messages))
+
+    def with_products(group: tuple[Array, Array]) -> tuple[Array, Array | None]:
+        return at_group(group[0], products(group[1]))
+
+    return _in_groups(with_products, (receivers, stands_for), at_once, len(receivers))
 
 
 def _same_as_before(
     setting: _Setting, messages: _Messages, receivers: Array, at_once: int, audience: Array | None
 ) -> Array:
-    """Return which receivers certainly get the result of the receiver before them.
+    """Return which receivers certainly hold the same rows as the receiver before them.
 
     Their messages are compared, unless the attack states who gets the same.
     """
@@ -615,7 +621,7 @@ def _at_group(
     rule = setting.rule
 
     def at_receiver(cloud: Cloud, receiver: Array, products: tuple[Array, Array] | None) -> tuple[Array, Array | None]:
-        if products is not None:
+        if products is not None:  # XLA drops those that the cloud would have computed
             cloud = replace(cloud, inner=products[0], towards_origin=products[1])
         options = {"num_byzantine": setting.num_byzantine, "key": rule_key(key, receiver)}
         if messages.has_combinations(rule):
@@ -704,7 +710,7 @@ def _diameter(inner: Array) -> Array:
 def _in_groups(function: Callable[[Any], Any], receivers: Any, at_once: int, number: Array | int) -> Any:
     """Return function(receivers), computed for one group of at most `at_once` at a time.
 
-    Only the results of the first `number` receivers are needed. Their arrays lead with [receiver].
+    Only the results of the first `number` receivers are needed. All arrays of `receivers` lead with [receiver].
     """
     num_receivers = len(jax.tree.leaves(receivers)[0])
     group = -(-num_receivers // -(-num_receivers // at_once))

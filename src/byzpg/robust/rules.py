@@ -42,11 +42,15 @@ class Rule(Component, ABC):
     bound: ClassVar[str] = "f < K/2"  # for the error message of `check`
     needs_key: ClassVar[bool] = False  # the rule is randomised
     needs_own: ClassVar[bool] = False  # the rule is defined only for a receiver that has a row of its own
-    differs_by_receiver: ClassVar[bool] = False  # two receivers of the same rows may get different results
     # A row that is far from K − f rows might as well be missing; `byzpg.robust.exchange.FAR` says how far.
     ignores_far_rows: ClassVar[bool] = False
     # With f = 0, the rule is the mean of all rows. A subclass says so for itself, since it may change the rule.
     averages_all: ClassVar[bool] = False
+
+    @property
+    def differs_by_receiver(self) -> bool:
+        """Whether two receivers of the same rows may get different results: of a random rule, each draws its own."""
+        return self.needs_key
 
     def max_byzantine(self, num_agents: int) -> int:
         """Return the largest f that the rule tolerates among K = `num_agents` agents."""
