@@ -444,8 +444,8 @@ class CountingInLoops(Counting):
         return Count(state["step"].astype(float), state["last"], *jnp.moveaxis(state["noise"], -1, 0))
 
     def step(self, state: Any, action: Numbers, noise: Numbers) -> tuple[Any, Array, Array]:
-        count, *outcome = super().step(self.observe(state), action, noise)
-        return self._as_arrays(count), *outcome
+        count, reward, terminated = super().step(self.observe(state), action, noise)
+        return self._as_arrays(count), reward, terminated
 
 
 @pytest.mark.parametrize("kind", [Counting, CountingInLoops])

@@ -135,8 +135,8 @@ def aggregator(
 
     These are what the rule tolerates: a missing row counts against f. A compiled program contains the function once for
     each n from K − f to K. A function that also takes `present` [K] is contained once: it gets all K rows, with zeros
-    where `present` is False, and f itself. With `key`, it gets a random key. All other parameters are options of the
-    rule. It returns one row [d].
+    where `present` is False, and f itself. With `key`, it gets a random key, another one at each receiver. All other
+    parameters are options of the rule. It returns one row [d].
 
     Args:
         function: The function.
