@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--algorithm", default="DecByzPPO")
     parser.add_argument("--attacks", nargs="*", default=FIVE_ATTACKS)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--level", type=float, help="the return that is to be reached; default: what is published")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=2000)
     parser.add_argument("--episodes", type=int, default=100, help="of the deployed policy; 0: none")
@@ -91,12 +92,13 @@ def main() -> None:
     if shared.resolved().num_attackers == 0:
         cells = {"nobody": shared}
     level, published = LEVELS[arguments.task]
+    level = level if arguments.level is None else arguments.level
     with tempfile.TemporaryDirectory() as folder:
         paths = {attack: Path(folder) / attack for attack in cells}
         for attack, config in cells.items():
             RunDirectory.create(paths[attack], config.resolved())
         training.resume_all(list(paths.values()), say)
-        print(f"| attack | {level} at | end | worst seed | drawn | greedy |\n|---|---:|---:|---:|---:|---:|")
+        print(f"| attack | {level:g} at | end | worst seed | drawn | greedy |\n|---|---:|---:|---:|---:|---:|")
         for attack, path in paths.items():
             run = training.load(path)
             reached, end, worst = _learned(run, level)
