@@ -8,7 +8,6 @@ into scatters.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -248,10 +247,8 @@ class _Rollout:
 
     def play_groups(self, num_rows: int, rows: "_Rows", piece: Array, ongoing: Ongoing) -> tuple[Ongoing, "_Played"]:
         """Play a piece of the running episodes, `num_rows` rows at a time."""
-        num_lanes, packing = num_rows * ROW, _Packing(ongoing.state)
-        before = packing.packed(ongoing)
+        num_lanes = num_rows * ROW
 
-        @jax.jit  # so that it is traced once
         def play_group(first: Array) -> tuple[Ongoing, "_Played"]:
             agent, episode, present = rows.at(first + jnp.arange(num_rows))
             lane = agent[:, None] * self.num_episodes + episode
@@ -261,10 +258,10 @@ class _Rollout:
                 leaf = leaf.reshape(-1, *leaf.shape[2:])[lane]
                 return where_agents(present, leaf, jnp.ones_like(leaf))
 
-            there = Ongoing(jax.tree.map(chosen, before.state), present, before.lengths.reshape(-1)[lane])
+            there = Ongoing(jax.tree.map(chosen, ongoing.state), present, ongoing.lengths.reshape(-1)[lane])
             agents = jax.tree.map(lambda leaf: leaf[agent], self.agents)
-            after, played = self.play(piece, agents, self.keys[agent], episode, packing.unpacked(there))
-            return jax.tree.map(lambda leaf: leaf.reshape(num_lanes, *leaf.shape[2:]), (packing.packed(after), played))
+            results = self.play(piece, agents, self.keys[agent], episode, there)
+            return jax.tree.map(lambda leaf: leaf.reshape(num_lanes, *leaf.shape[2:]), results)
 
         def turn(carry: tuple[Array, Any]) -> tuple[Array, Any]:
             first, packed = carry
@@ -276,7 +273,7 @@ class _Rollout:
         blank = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape[1:]), leaf.dtype), shapes)
         _, packed = lax.while_loop(lambda carry: carry[0] < rows.ends[-1], turn, (jnp.zeros_like(rows.ends[-1]), blank))
         after, played = jax.tree.map(lambda leaf: leaf[rows.places], packed)
-        after = packing.unpacked(jax.tree.map(partial(where_agents, ongoing.alive), after, before))
+        after = jax.tree.map(partial(where_agents, ongoing.alive), after, ongoing)
         stays = jnp.stack(self.setup.env.observe(ongoing.state), axis=-1)[:, :, None]
         observations = jnp.where(ongoing.alive[..., None, None], played.observations, stays)
         return after, replace(played, observations=observations)
@@ -367,32 +364,6 @@ class _Rows(NamedTuple):
         place = (row - before)[:, None] * ROW + jnp.arange(ROW)
         present = (place < self.counts[agent][:, None]) & (row < self.ends[-1])[:, None]
         return agent, self.order[agent[:, None], jnp.minimum(place, self.order.shape[1] - 1)], present
-
-
-class _Packing:
-    """Packs states [agent, episode] of many arrays, a lander's of 82, into one array for each type, and back.
-
-    Choosing episodes from one array and writing them back runs faster, and compiles faster, than from and to many.
-    """
-
-    def __init__(self, state: Any) -> None:
-        leaves, self.structure = jax.tree.flatten(state)
-        self.shapes = [leaf.shape[2:] for leaf in leaves]
-        self.dtypes = [leaf.dtype for leaf in leaves]
-
-    def packed(self, ongoing: Ongoing) -> Ongoing:
-        parts: dict[str, list[Array]] = {}
-        for leaf, dtype in zip(jax.tree.leaves(ongoing.state), self.dtypes, strict=True):
-            parts.setdefault(str(dtype), []).append(leaf.reshape(*leaf.shape[:2], -1))
-        return replace(ongoing, state={dtype: jnp.concatenate(part, axis=2) for dtype, part in parts.items()})
-
-    def unpacked(self, ongoing: Ongoing) -> Ongoing:
-        leaves, taken = [], dict.fromkeys(ongoing.state, 0)
-        for shape, dtype in zip(self.shapes, map(str, self.dtypes), strict=True):
-            begin, taken[dtype] = taken[dtype], taken[dtype] + prod(shape)
-            part = ongoing.state[dtype][:, :, begin : taken[dtype]]
-            leaves.append(part.reshape(*part.shape[:2], *shape))
-        return replace(ongoing, state=jax.tree.unflatten(self.structure, leaves))
 
 
 def _bits(key: Array, place: Array) -> Array:
