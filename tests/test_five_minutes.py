@@ -29,9 +29,8 @@ def test_the_same_names_work_in_all_commands_and_live(tmp_path: Path) -> None:
     check_learning(tmp_path / "runs" / "docking")
     for picture in ("byzpg-certificates.png", "docking.png", "sweeps/docking/sweep.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-    # Idle machines reach -2.5. On a busy one it was once -6.9, presumably since honest members were late as well.
     for member in ("alice", "bob", "carol", "dave"):
-        assert returns(tmp_path / "federation-demo-1" / member / "run")[-5:].mean() > -10
+        assert returns(tmp_path / "federation-demo-1" / member / "run")[-5:].mean() > -5
 
 
 def returns(directory: Path) -> np.ndarray:
