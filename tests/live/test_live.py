@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from live_federation import NAMES, PATIENCE, Federation, free_ports, on_loopback
@@ -27,6 +28,7 @@ from byzpg.live.member import Options, take_part
 from byzpg.live.records import Records
 from byzpg.live.rehearsal import parse_attack
 from byzpg.live.wire import prove
+from byzpg.robust.attacks import Equivocate
 
 SEED = 3
 SHORT: dict[str, Any] = {"horizon": 100, "large_batch": 6, "trajectories": 180, "seed": SEED, "momentum": 0.6}
@@ -316,6 +318,30 @@ def test_warming_up_after_a_restart_leaves_the_drawn_parameters_alone() -> None:
     one.restore(1, one.snapshot() + 1)
     one.warm_up()
     np.testing.assert_array_equal(kept, [first])
+
+
+def test_after_warming_up_a_rehearsed_attacker_compiles_nothing() -> None:
+    """On a busy machine, an attacker that compiled in its first rounds missed them, and so the whole of a short run."""
+    one = peer(resolved(horizon=20), attack=Equivocate())
+    jax.clear_caches()  # or another test may have compiled the same programs
+    one.warm_up()
+    compilation, compiled = "/jax/core/compile/backend_compile_duration", []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        vector = one.begin(0)
+        for phase in range(one.exchanges + one.rounds):
+            assert vector is not None
+            rows = np.stack(one.false_messages(Equivocate(), 0, phase, vector))
+            vector = one.combine(0, phase, rows, np.ones(len(rows), bool))
+        assert compilation not in compiled
+        jax.jit(lambda: jnp.arange(3.0))()
+        assert compilation in compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_an_attacker_does_not_move_a_member_that_adopts_states() -> None:

@@ -30,7 +30,7 @@ from byzpg.federation.schedule import (
 )
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.rollouts import PlayAttacks
-from byzpg.robust.attacks import Attack, Knowledge
+from byzpg.robust.attacks import Attack, Knowledge, MessageAttack
 from byzpg.robust.exchange import attack_key, rule_key
 from byzpg.robust.geometry import Cloud
 from byzpg.robust.rules import Rule, apply_at_receiver
@@ -271,6 +271,9 @@ class Peer:
             self.combine(0, phase if phase < 2 else self.exchanges, rows, all_present)
         if self.rounds:
             self._settled(jnp.asarray(vector)[None])
+        if isinstance(self._attack, MessageAttack):
+            for phase in (0, self.exchanges)[: 1 + bool(self.rounds)]:
+                self.false_messages(self._attack, 0, phase, vector)
         self._state, self._advanced, self.returns = state, state, returns
         self._memory, self._longer = memory, memory
         self._player.venues.clear()  # its episodes are none of the member's
