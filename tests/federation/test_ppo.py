@@ -24,7 +24,7 @@ from byzpg.learning.policies import MLP, CriticMLP
 from byzpg.robust.attacks import Knowledge, LargeNoise
 from byzpg.robust.exchange import attack_key
 from byzpg.runs import Run, RunDirectory
-from byzpg.training import Progress, resume_all, simulation_of
+from byzpg.training import Progress, resume_all, simulation_of, train_all
 
 TINY: dict[str, Any] = {
     "algorithm": "DecByzPPO",
@@ -767,6 +767,11 @@ def test_every_form_learns_and_only_the_robust_one_under_attack() -> None:
         ({"preset": "paper"}, "preset = paper is for the paper's algorithms, not for DecByzPPO: use tuned."),
         ({"ppo": "PPO(minibatches=7)"}, "PPO: minibatches must divide environments × segment = 512 steps, got 7."),
         ({"ppo": "PPO(lambda_=1)"}, "PPO has no option 'lambda_'"),
+        (
+            {"ppo": "PPO(initial_log_std=-2)"},
+            "PPO: initial_log_std = -2 is for continuous actions, and those of CartPole-v1 are discrete: leave it out.",
+        ),
+        ({"env": "Pendulum-v1", "ppo": "PPO(initial_log_std=nan)"}, "initial_log_std"),
         ({"switch_probability": 0.5}, "switch_probability = 0.5 has no effect with DecByzPPO"),
         ({"algorithm": "ByzPPO"}, "rounds = 1 has no effect with ByzPPO: leave it out, or use DecByzPPO."),
         ({"algorithm": "Dec-PPO", "rounds": None}, "leave it out, or use ByzPPO or DecByzPPO."),
@@ -775,6 +780,20 @@ def test_every_form_learns_and_only_the_robust_one_under_attack() -> None:
 def test_bad_options_are_one_clear_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Config(**(TINY | options)).resolved()
+
+
+def test_the_first_actions_are_as_noisy_as_asked_for_in_each_of_several_federations() -> None:
+    chosen = TINY | {"env": "Pendulum-v1", "steps": 16, "num_seeds": 1}
+    ppo = "PPO(environments=2, segment=8, epochs=1, minibatches=1, initial_log_std={})"
+    plain, quiet = (Config(**chosen | {"ppo": ppo.format(each)}) for each in (0, -2))
+    for config, expected in ((plain, 0), (quiet, -2)):
+        agent = config.resolved().federation().agent
+        log_std = agent.initial_parameters(jax.random.key(0))[agent.policy.dimension - 1]
+        assert float(log_std) == expected
+    # Trained at the same time, each starts from its own: one update of η = 0.01 cannot bring them together.
+    runs = dict(train_all([plain, quiet]))
+    ends = [runs[index].parameters["last"][0, 0, agent.policy.dimension - 1] for index in (0, 1)]
+    np.testing.assert_allclose(ends, [0, -2], atol=0.1)
 
 
 def test_without_a_critic_its_options_are_refused() -> None:

@@ -38,6 +38,8 @@ class PPO(Component):
         value: The weight of the critic's loss.
         reward_scale: The factor of rewards: advantages are normalized, but the critic has to reach the returns.
         largest_norm: The norm to which the gradient of the policy and that of the critic are cut before they are sent.
+        initial_log_std: The log standard deviation of continuous actions in θ_0. With 0, the first actions are drawn
+            with standard deviation 1.
         normalize_observations: Whether policy and critic see observations with mean 0 and standard deviation 1. The
             statistics are part of θ, and agents aggregate and agree on them as on the rest. Iteration 0 only measures
             them.
@@ -56,6 +58,7 @@ class PPO(Component):
     value: float = 0.5
     reward_scale: float = 1.0
     largest_norm: float = 0.5
+    initial_log_std: float = 0.0
     normalize_observations: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +73,7 @@ class PPO(Component):
                 f"PPO: exchange_every must divide epochs × minibatches = {self.num_updates} updates, got "
                 f"{self.exchange_every}."
             )
-        check_finite(self, **{name: getattr(self, name) for name in self.numbers})
+        check_finite(self, **{name: getattr(self, name) for name in (*self.numbers, "initial_log_std")})
         if not 0 <= self.gae_lambda <= 1:
             raise ValueError(f"PPO: gae_lambda must lie in [0, 1], got {self.gae_lambda}.")
         for name in ("clip", "reward_scale", "largest_norm"):
