@@ -783,9 +783,9 @@ def test_bad_options_are_one_clear_error(options: dict[str, Any], message: str) 
 
 
 def test_the_first_actions_are_as_noisy_as_asked_for_in_each_of_several_federations() -> None:
-    chosen = TINY | {"env": "Pendulum-v1", "steps": 16, "num_seeds": 1}
+    chosen: dict[str, Any] = TINY | {"env": "Pendulum-v1", "steps": 16, "num_seeds": 1}
     ppo = "PPO(environments=2, segment=8, epochs=1, minibatches=1, initial_log_std={})"
-    plain, quiet = (Config(**chosen | {"ppo": ppo.format(each)}) for each in (0, -2))
+    plain, quiet = (Config(**(chosen | {"ppo": ppo.format(each)})) for each in (0, -2))
     for config, expected in ((plain, 0), (quiet, -2)):
         agent = config.resolved().federation().agent
         log_std = agent.initial_parameters(jax.random.key(0))[agent.policy.dimension - 1]
