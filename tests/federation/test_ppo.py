@@ -783,9 +783,12 @@ def test_bad_options_are_one_clear_error(options: dict[str, Any], message: str) 
 
 
 def test_the_first_actions_are_as_noisy_as_asked_for_in_each_of_several_federations() -> None:
-    chosen: dict[str, Any] = TINY | {"env": "Pendulum-v1", "steps": 16, "num_seeds": 1}
-    ppo = "PPO(environments=2, segment=8, epochs=1, minibatches=1, initial_log_std={})"
-    plain, quiet = (Config(**(chosen | {"ppo": ppo.format(each)})) for each in (0, -2))
+    def with_noise(log_std: float) -> Config:
+        ppo = f"PPO(environments=2, segment=8, epochs=1, minibatches=1, initial_log_std={log_std})"
+        options: dict[str, Any] = {"env": "Pendulum-v1", "steps": 16, "num_seeds": 1, "ppo": ppo}
+        return Config(**(TINY | options))
+
+    plain, quiet = with_noise(0), with_noise(-2)
     for config, expected in ((plain, 0), (quiet, -2)):
         agent = config.resolved().federation().agent
         log_std = agent.initial_parameters(jax.random.key(0))[agent.policy.dimension - 1]
