@@ -116,7 +116,7 @@ def test_a_demo_with_an_own_task_and_an_attacker(tmp_path: Path, monkeypatch: py
     (tmp_path / "short_cartpole.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     options = ["--env", "short_cartpole:make", "--large-batch", "3", "--trajectories", "9", "--rounds", "1"]
-    options += ["--grace", "30"]  # with six rounds in all, an attacker that is late on a busy machine would miss them
+    options += ["--grace", "10"]  # with six rounds in all, an attacker that is late on a busy machine would miss them
     (tmp_path / "federation-demo-1").mkdir()
     said = byzpg("federation", "demo", "--attacker", "equivocate", *options, folder=tmp_path)
     assert "erin attacks with equivocate" in said

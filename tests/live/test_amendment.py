@@ -580,3 +580,19 @@ def test_a_federation_starts_from_a_trained_run(tmp_path: Path, shell: Shell) ->
     ):
         assert words in shell(*new, "x.toml", *options, expect=2)
     assert not (tmp_path / "x.toml").exists()
+
+
+def test_a_federation_may_start_from_a_run_whose_first_actions_were_less_noisy(tmp_path: Path, shell: Shell) -> None:
+    """Where the parameters come from a run, nothing is drawn with that noise."""
+    options: dict[str, Any] = {"env": "Pendulum-v1", "algorithm": "DecByzPPO", "hidden": (3,), "steps": 16}
+    ppo = "PPO(environments=2, segment=8, epochs=1, minibatches=1{})"
+    quiet = Config(**options, num_agents=5, num_seeds=1, ppo=ppo.format(", initial_log_std=-2")).resolved()
+    plan, dimension = quiet.schedule().plan(np.zeros(1)), quiet.federation().agent.dimension
+    last = np.random.default_rng(0).normal(size=(1, 5, dimension)).astype(np.float32)
+    run = Run.of(quiet, [plan], metrics={"return_mean": np.zeros((1, 1))}, last=last, uniform=np.zeros_like(last))
+    RunDirectory.create(tmp_path / "quiet", quiet).write_results(run)
+    small = ("--env", "Pendulum-v1", "--algorithm", "DecByzPPO", "--hidden", "3", "--steps", "16", "--ppo")
+    cards = [f"{name}.card" for name in NAMES]
+    shell("federation", "new", *cards, *small, ppo.format(""), "--from", "quiet", "--manifest", "new/federation.toml")
+    initial = read_initial(Manifest.load(tmp_path / "new" / "federation.toml"), tmp_path / "new")
+    assert np.array_equal(initial, last[0, 0])

@@ -22,6 +22,7 @@ from byzpg.cli.console import console, counted, say
 from byzpg.cli.parts import OwnModules
 from byzpg.cli.train import TrainingOptions, numbered
 from byzpg.config import Config
+from byzpg.learning.policies import Gaussian, Policy
 
 if TYPE_CHECKING:  # needs the extra packages
     from byzpg.live.identity import Member
@@ -108,7 +109,7 @@ class New:
         run, settings = training.load(directory), manifest.settings()
         for option, here, there in (
             ("env", settings.env, run.settings.env),
-            ("policy", settings.bound_policy(), run.settings.bound_policy()),
+            ("policy", _after_start(settings.bound_policy()), _after_start(run.settings.bound_policy())),
             ("unit of its length", settings.unit, run.settings.unit),  # with steps, θ has a critic
         ):
             if here != there:
@@ -116,6 +117,11 @@ class New:
         digest, path = write_initial(self.manifest.parent, run.held())
         say(f"Parameters to start from: {path} (every member needs this file beside the manifest)")
         return replace(manifest, initial=digest)
+
+
+def _after_start(policy: Policy) -> Policy:
+    """The policy without what concerns θ_0 alone."""
+    return replace(policy, initial_log_std=0.0) if isinstance(policy, Gaussian) else policy
 
 
 def make_manifest(members: "Sequence[Member]", options: Config, *, waiting: Waiting, rehearsal: bool) -> "Manifest":
