@@ -3,6 +3,7 @@
     python benchmarks/robust.py                      # the three smaller sizes, and MDA's own table
     python benchmarks/robust.py --sizes 100x1000000  # K = 100, d = 1,000,000
     python benchmarks/robust.py --sizes 5x50         # a quick check
+    python benchmarks/robust.py --sizes 50x100000 --without-naive    # baseline (b) alone: not minutes for each rule
     python benchmarks/robust.py --costs              # the rules of `byzpg audit --aggregator all`, by size
     python benchmarks/robust.py --against            # side by side with ByzFL and ByzPy: pip install '.[against]'
 
@@ -12,11 +13,11 @@ and one f × K × d product per receiver for the messages that only this receive
 faster). Our time includes computing the attack's messages. Times are the best of several runs.
 
 `--against` gives other libraries the same rows and parameters, as NumPy arrays and as torch tensors where both work,
-and counts the faster of the two. It prints how far their result is from ours, relative to the largest entry. Calls take
-turns, so that they share what else the machine does. One receiver is a plain call. All receivers are our exchange, and
-for a library one call per receiver. Some results differ by design: ByzPy's median of an even number of values is the
-lower middle one, ByzFL and ByzPy look for CAF's direction in one and three power iterations instead of exactly, and
-ByzFL estimates SMEA's eigenvalues in one, from a random start, so that it may average another subset.
+and counts the faster of the two. It prints how far their result is from ours, relative to the largest entry. They take
+turns of three calls, so that they share what else the machine does. One receiver is a plain call. All receivers are our
+exchange, and for a library one call per receiver. Some results differ by design: ByzPy's median of an even number of
+values is the lower middle one, ByzFL and ByzPy look for CAF's direction in one and three power iterations instead of
+exactly, and ByzFL estimates SMEA's eigenvalues in one, from a random start, so that it may average another subset.
 """
 
 import argparse
@@ -81,6 +82,9 @@ RULES: dict[str, tuple[aggregators.Aggregator | agreement.Agreement, Callable | 
 LARGE_RULES = ["Krum", "MultiKrum", "RFA", "MDA", "agreement.MDA", "agreement.GDA", "Median", "TrimmedMean"]
 
 
+CALLS_PER_TURN = 3
+
+
 def best_ms(function: Callable, repeats: int) -> float:
     times = []
     for _ in range(repeats):
@@ -91,8 +95,11 @@ def best_ms(function: Callable, repeats: int) -> float:
 
 
 def best_of_each(functions: list[Callable], repeats: int) -> list[float]:
-    """As `best_ms` for each function, in turns, so that they share what else the machine does."""
-    rounds = [[best_ms(function, 1) for function in functions] for _ in range(repeats)]
+    """As `best_ms` for each function, in turns, so that they share what else the machine does.
+
+    A turn is several calls: during the first one, the threads of the library before may still wait for work, busily.
+    """
+    rounds = [[best_ms(function, CALLS_PER_TURN) for function in functions] for _ in range(repeats)]
     return [min(times) for times in zip(*rounds, strict=True)]
 
 
@@ -150,7 +157,7 @@ def naive_ms(name: str, rows: np.ndarray, num_byzantine: int) -> float | None:
     return num_agents * best_ms(lambda: twin(rows, num_byzantine), 2 if num_agents <= 13 else 1)
 
 
-def table(num_agents: int, dimension: int) -> None:
+def table(num_agents: int, dimension: int, *, with_naive: bool) -> None:
     num_byzantine = (num_agents - 1) // 4
     rows = vectors(num_agents, dimension)
     products = matrix_products_ms(rows, num_byzantine)
@@ -160,7 +167,7 @@ def table(num_agents: int, dimension: int) -> None:
     print("|---|---:|---:|---:|---:|---:|")
     for name in RULES:
         ours, used = ours_ms(name, rows, num_byzantine)
-        naive = naive_ms(name, rows, used)
+        naive = naive_ms(name, rows, used) if with_naive else None
         against = "| – | – |" if naive is None else f"| {naive:.3g} | {naive / ours:.0f}× |"
         print(f"| {name} | {used} | {ours:.3g} {against} {ours / products:.1f}× |", flush=True)
 
@@ -324,6 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["13x386", "13x4996", "50x100000"], metavar="KxD")
     parser.add_argument("--one", choices=list(RULES), help="measure this rule alone at the first size: ms, f, peak GiB")
+    parser.add_argument("--without-naive", action="store_true", help="leave out baseline (a)")
     parser.add_argument("--costs", action="store_true", help="compare the rules of the audit's leaderboard instead")
     parser.add_argument("--against", action="store_true", help="compare with ByzFL and ByzPy instead")
     arguments = parser.parse_args()
@@ -342,7 +350,10 @@ def main() -> None:
             against(*size)
         return
     for num_agents, dimension in sizes:
-        (large_table if num_agents * dimension > 5e7 else table)(num_agents, dimension)
+        if num_agents * dimension > 5e7:
+            large_table(num_agents, dimension)
+        else:
+            table(num_agents, dimension, with_naive=not arguments.without_naive)
     if len(sizes) > 1:
         least_diameter()
 

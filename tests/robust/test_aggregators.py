@@ -26,6 +26,7 @@ from byzpg.robust.aggregators import (
     FedPGFilter,
     Krum,
     MeaMed,
+    Mean,
     Median,
     MoNNA,
     MultiKrum,
@@ -33,6 +34,7 @@ from byzpg.robust.aggregators import (
     _largest_eigenvalue,
 )
 from byzpg.robust.agreement import GDA, Agreement
+from byzpg.robust.geometry import UNROLLED_SUM
 
 FEW = 7  # rows without faults: the fewer, the faster to compile
 
@@ -137,6 +139,15 @@ def test_parameters_of_norm_10_that_differ_by_1e_5(rule: Any, f: int, chosen: Ca
 
 
 # Worked by hand: where other libraries have gone wrong
+
+
+@pytest.mark.parametrize("num_rows", [UNROLLED_SUM, UNROLLED_SUM + 1])
+def test_a_mean_of_many_rows(num_rows: int):
+    """Their sum is one pass or, for more of them, a product; both leave out a row that is not finite."""
+    rows = np.random.default_rng(0).normal(10, 1, (num_rows, 3)).astype(np.float32)
+    rows[1, 2] = np.nan
+    found = Mean()(jnp.asarray(rows), num_byzantine=1)
+    np.testing.assert_allclose(found, np.delete(rows, 1, axis=0).mean(axis=0, dtype=np.float64), rtol=1e-6)
 
 
 def test_krum_squares_distances_once():

@@ -131,7 +131,7 @@ def has_small_order(public_key: bytes) -> bool:
 
 
 def _inverse(number: int) -> int:
-    return pow(number, FIELD - 2, FIELD)  # by Fermat: 0 for 0, which can occur if no point has this y
+    return pow(number, -1, FIELD) if number % FIELD else 0  # 0 can occur if no point has this y
 
 
 def check_clock(member: Member, now: datetime) -> None:

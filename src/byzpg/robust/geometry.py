@@ -35,8 +35,8 @@ MOST_CENTRE_MOVES = 8
 LARGE_PRODUCT = 2**21
 TILE = 2048
 
-# A sum of at most so many private rows is fused with computing them. For more, a product is faster.
-UNROLLED_SUM = 32
+# A sum of at most so many rows is one pass over them, fused with centring them. For more, it would compile for seconds.
+UNROLLED_SUM = 128
 
 
 def dot(left: Array, right: Array) -> Array:
