@@ -595,4 +595,5 @@ def test_a_federation_may_start_from_a_run_whose_first_actions_were_less_noisy(t
     cards = [f"{name}.card" for name in NAMES]
     shell("federation", "new", *cards, *small, ppo.format(""), "--from", "quiet", "--manifest", "new/federation.toml")
     initial = read_initial(Manifest.load(tmp_path / "new" / "federation.toml"), tmp_path / "new")
+    assert initial is not None
     assert np.array_equal(initial, last[0, 0])
