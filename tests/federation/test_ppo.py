@@ -771,7 +771,7 @@ def test_every_form_learns_and_only_the_robust_one_under_attack() -> None:
             {"ppo": "PPO(initial_log_std=-2)"},
             "PPO: initial_log_std = -2 is for continuous actions, and those of CartPole-v1 are discrete: leave it out.",
         ),
-        ({"ppo": "PPO(initial_log_std=inf)"}, "PPO: initial_log_std must be a finite number, got inf."),
+        ({"ppo": "PPO(initial_log_std=inf)"}, "PPO: initial_log_std must lie in [-20, 20], got inf."),
         ({"switch_probability": 0.5}, "switch_probability = 0.5 has no effect with DecByzPPO"),
         ({"algorithm": "ByzPPO"}, "rounds = 1 has no effect with ByzPPO: leave it out, or use DecByzPPO."),
         ({"algorithm": "Dec-PPO", "rounds": None}, "leave it out, or use ByzPPO or DecByzPPO."),

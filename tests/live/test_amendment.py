@@ -593,7 +593,12 @@ def test_a_federation_may_start_from_a_run_whose_first_actions_were_less_noisy(t
     RunDirectory.create(tmp_path / "quiet", quiet).write_results(run)
     small = ("--env", "Pendulum-v1", "--algorithm", "DecByzPPO", "--hidden", "3", "--steps", "16", "--ppo")
     cards = [f"{name}.card" for name in NAMES]
-    shell("federation", "new", *cards, *small, ppo.format(""), "--from", "quiet", "--manifest", "new/federation.toml")
+    start = ("--from", "quiet", "--manifest")
+    shell("federation", "new", *cards, *small, ppo.format(""), *start, "new/federation.toml")
     initial = read_initial(Manifest.load(tmp_path / "new" / "federation.toml"), tmp_path / "new")
     assert initial is not None
     assert np.array_equal(initial, last[0, 0])
+    longer = ppo.format(", normalize_observations=True")  # θ then includes the statistics
+    said = shell("federation", "new", *cards, *small, longer, *start, "x.toml", expect=2)
+    assert "needs the same ppo.normalize_observations: here True, there False." in said
+    assert not (tmp_path / "x.toml").exists()

@@ -387,10 +387,13 @@ WATCHED = WatchedSplit(scale=3.0)
     ],
     ids=str,
 )
-def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes):
+def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes, monkeypatch):
     WATCHED.asked.clear()
     group_bytes(size)
+    products, shared = module._products_at_group, []
+    monkeypatch.setattr(module, "_products_at_group", lambda *given: shared.append(given) or products(*given))
     results, _ = ask(rule, attack)
+    assert bool(shared) == (rule is DISTANT_BUCKETS and type(attack) is not HalfSilent)
     # First it is asked for the shape of its answer to all receivers, then for messages.
     assert WATCHED.asked == {17_000: [K, 4], 1: [K, 1]}.get(size, [])
     assert_law(results, rule, attack)

@@ -111,6 +111,7 @@ class New:
             ("env", settings.env, run.settings.env),
             ("policy", _after_start(settings.bound_policy()), _after_start(run.settings.bound_policy())),
             ("unit of its length", settings.unit, run.settings.unit),  # with steps, θ has a critic
+            ("ppo.normalize_observations", *(each.ppo.normalize_observations for each in (settings, run.settings))),
         ):
             if here != there:
                 raise ValueError(f"--from {directory} needs the same {option}: here {here}, there {there}.")

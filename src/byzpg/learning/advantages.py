@@ -73,7 +73,9 @@ class PPO(Component):
                 f"PPO: exchange_every must divide epochs × minibatches = {self.num_updates} updates, got "
                 f"{self.exchange_every}."
             )
-        check_finite(self, **{name: getattr(self, name) for name in (*self.numbers, "initial_log_std")})
+        check_finite(self, **{name: getattr(self, name) for name in self.numbers})
+        if not abs(self.initial_log_std) <= 20:  # far inside what float32 can hold of its exponential
+            raise ValueError(f"PPO: initial_log_std must lie in [-20, 20], got {self.initial_log_std}.")
         if not 0 <= self.gae_lambda <= 1:
             raise ValueError(f"PPO: gae_lambda must lie in [0, 1], got {self.gae_lambda}.")
         for name in ("clip", "reward_scale", "largest_norm"):
