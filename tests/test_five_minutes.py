@@ -71,7 +71,8 @@ def typed(command: str, folder: Path, *, stop: bool) -> str:
     with (folder / "printed").open("w") as printed:
         process = Forked(*arguments, stdout=printed, folder=folder, COLUMNS="120")
     if stop:
-        until(lambda: "Training on" in (folder / "printed").read_text(), "it has begun")
+        # Not before the last line that the page shows, or the answer to Ctrl-C could come first.
+        until(lambda: "→ runs/docking/plain-averaging" in (folder / "printed").read_text(), "it has begun")
         process.send_signal(signal.SIGINT)
     code, text = process.wait(600), (folder / "printed").read_text()
     assert code == (130 if stop else 0), text

@@ -555,7 +555,7 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     audience = attack.stated_audience(messages.knowledge, receivers) if messages.equivocal else None
     # Random messages differ, unless the rule ignores them, so that looking for equal ones would only draw them twice.
     differ = audience is None and attack.needs_key and messages.equivocal and not rule.ignores_far_rows
-    # As of a group, this is the memory of one run of a batch.
+    # Like the size of a group, this counts the memory of one run of a batch.
     products_fit = 4 * len(receivers) * messages.knowledge.num_agents**2 <= GROUP_BYTES_ON_CPU
     share_products = rule.needs_key and audience is not None and products_fit
     if differ or (rule.differs_by_receiver and not share_products):
