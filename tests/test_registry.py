@@ -11,6 +11,7 @@ from jax import Array
 from byzpg._registry import FAMILIES, members, parse, summary
 from byzpg.config import Config
 from byzpg.federation.devices import Hardware
+from byzpg.learning.gradients import GPOMDP
 from byzpg.robust import aggregators, agreement, attacks
 from byzpg.robust.aggregators import (
     ARC,
@@ -63,6 +64,7 @@ WITH_OPTIONS: dict[str, list[Component]] = {
         Normalized(direction="std", largest=3.0, candidates=4),
         NonFinite(target="parameters"),
     ],
+    "estimator": [GPOMDP(baseline="leave-one-out", trace_decay=0.995), GPOMDP(trace_decay=1.0)],
     "byzantine set": [FixedSet(members=(0, 3)), FixedSet(members=(5,)), FixedSet(members=()), RotatingSet(period=10)],
 }
 

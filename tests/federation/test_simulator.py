@@ -423,11 +423,12 @@ IN_NUMBERS: list[dict[str, Any]] = [
         "discount": discount,
         "gate": gate,
         "importance": f"ImportanceWeights(cap={cap}, floor={floor})",
+        "estimator": f"GPOMDP(baseline='leave-one-out', trace_decay={trace})",
     }
-    for epsilon, smoothing, threshold, step_size, discount, gate, cap, floor in (
-        (0.5, 1e-6, 3.0, 0.1, 0.99, 1.0, 2.0, 1e-9),
-        (-2.0, 1e-2, 0.5, 0.3, 0.9, 0.3, 1.01, 1e-5),
-        (0.1, 1e-1, 9.0, 0.01, 0.5, 0.7, 5.0, 1e-2),
+    for epsilon, smoothing, threshold, step_size, discount, gate, cap, floor, trace in (
+        (0.5, 1e-6, 3.0, 0.1, 0.99, 1.0, 2.0, 1e-9, 1.0),
+        (-2.0, 1e-2, 0.5, 0.3, 0.9, 0.3, 1.01, 1e-5, 0.6),
+        (0.1, 1e-1, 9.0, 0.01, 0.5, 0.7, 5.0, 1e-2, 0.9),
     )
 ]
 

@@ -33,6 +33,7 @@ from byzpg.learning.rollouts import Clock, Episodes, rollout
 from byzpg.robust.components import Component, with_numbers, without_numbers
 
 ESTIMATORS = [REINFORCE(), REINFORCE("leave-one-out"), GPOMDP(), GPOMDP("leave-one-out")]
+TRACES = [GPOMDP(trace_decay=0.9), GPOMDP("leave-one-out", trace_decay=0.5)]
 IMPORTANCE = [ImportanceWeights(mode, cap) for mode in ("trajectory", "per-decision") for cap in (None, 1.0, 2.5)]
 FLOORED = [ImportanceWeights(mode, cap, 1e-3) for mode in ("trajectory", "per-decision") for cap in (None, 0.9)]
 GATES: tuple[float | Literal["health"], ...] = (0.0, 1.0, 0.3, "health")
@@ -53,7 +54,9 @@ def naive_coefficients(estimator: Estimator, rewards: np.ndarray, discount: floa
                     baseline = 0.0
                     if estimator.baseline == "leave-one-out":
                         baseline = sum(discount**h * rewards[k, j, h] for j in others) / len(others)
-                    weight = weights[k, i, h] if isinstance(estimator, GPOMDP) else weights[k, i, -1]
+                    weight = weights[k, i, -1]
+                    if isinstance(estimator, GPOMDP):
+                        weight = weights[k, i, h] * (estimator.trace_decay or 1) ** (h - t)
                     coefficients[k, i, t] += weight * (discount**h * rewards[k, i, h] - baseline)
     return coefficients
 
@@ -98,18 +101,33 @@ def examples() -> tuple[np.ndarray, np.ndarray]:
 @jax.jit
 def all_coefficients(rewards: Array, weights: Array) -> list[tuple[Array, Array]]:
     """The coefficients of every estimator, without weights and with them."""
-    return [(each.coefficients(rewards, 0.9, None), each.coefficients(rewards, 0.9, weights)) for each in ESTIMATORS]
+    return [
+        (each.coefficients(rewards, 0.9, None), each.coefficients(rewards, 0.9, weights))
+        for each in ESTIMATORS + TRACES
+    ]
 
 
 def test_coefficients_are_the_naive_ones() -> None:
     rewards, log_ratios = examples()
     log_weights = np.cumsum(log_ratios, axis=2)
-    for estimator, (plain, weighted) in zip(ESTIMATORS, all_coefficients(rewards, np.exp(log_weights)), strict=True):
+    found = all_coefficients(rewards, np.exp(log_weights))
+    for estimator, (plain, weighted) in zip(ESTIMATORS + TRACES, found, strict=True):
         ones, weights = np.ones(rewards.shape), np.exp(log_weights.astype(np.float64))
         expected = naive_coefficients(estimator, rewards.astype(np.float64), 0.9, ones)
         np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-5, err_msg=str(estimator))
         expected = naive_coefficients(estimator, rewards.astype(np.float64), 0.9, weights)
         np.testing.assert_allclose(weighted, expected, rtol=1e-5, atol=1e-5, err_msg=str(estimator))
+
+
+def test_every_agent_may_have_its_own_trace_decay() -> None:
+    rewards, log_ratios = examples()
+    code, numbers = without_numbers(GPOMDP(trace_decay=0.9))
+    assert numbers == (0.9,)
+    assert without_numbers(GPOMDP())[1] == (), "a plain sum needs no number"
+    found = with_numbers(code, [jnp.array([0.9, 0.5])]).coefficients(jnp.asarray(rewards), 0.9, jnp.exp(log_ratios))
+    for agent, decay in enumerate((0.9, 0.5)):
+        alone = GPOMDP(trace_decay=decay).coefficients(jnp.asarray(rewards), 0.9, jnp.exp(log_ratios))
+        np.testing.assert_allclose(found[agent], alone[agent], rtol=1e-6)
 
 
 def chances(log_ratios: np.ndarray) -> np.ndarray:
@@ -342,6 +360,8 @@ def test_a_correction_with_degenerate_weights_is_finite_if_capped_or_gated(
         (lambda: REINFORCE("mean"), "baseline must be one of none, leave-one-out; got 'mean'"),  # pyright: ignore
         (lambda: ImportanceWeights("step"), "mode must be one of trajectory, per-decision"),  # pyright: ignore
         (lambda: ImportanceWeights(cap=0.0), "cap must be positive, got 0.0"),
+        (lambda: GPOMDP(trace_decay=0), r"trace_decay must lie in \(0, 1\], got 0"),
+        (lambda: GPOMDP(trace_decay=1.5), "got 1.5"),
         (lambda: GPOMDP("leave-one-out").check(1), r"GPOMDP\(baseline='leave-one-out'\).* at least 2, got 1"),
     ],
 )
@@ -420,6 +440,31 @@ def exact_gradient(parameters: np.ndarray, step: float = 1e-5) -> np.ndarray:
     return (np.array(above) - np.array(below)) / (2 * step)
 
 
+def exact_estimate(parameters: np.ndarray, decay: float) -> np.ndarray:
+    """The mean of GPOMDP with a trace decay, over all trajectories: the masses of states, and their mean traces."""
+
+    def log_policy(parameters: Array) -> Array:
+        weights = POLICY.unflatten(parameters)
+        return jax.nn.log_softmax(jax.vmap(partial(POLICY.outputs, weights))(jnp.eye(2)))
+
+    at = jnp.asarray(parameters, jnp.float32)
+    policy, scores = np.exp(log_policy(at)).astype(np.float64), np.asarray(jax.jacobian(log_policy)(at), np.float64)
+    masses, traces, total = np.full(2, 0.5), np.zeros((2, len(parameters))), np.zeros(len(parameters))
+    for step in range(HORIZON):
+        # Of every state and action: its probability, and the trace where it happens.
+        chances = masses[:, None] * policy
+        grown = policy[..., None] * decay * traces[:, None] + chances[..., None] * scores
+        total += np.sum(DISCOUNT**step * REWARD[..., None] * grown, axis=(0, 1))
+        onward = (1 - STOP) * np.stack([1 - MOVE, MOVE])
+        masses, traces = np.einsum("nsa,sa->n", onward, chances), np.einsum("nsa,sad->nd", onward, grown)
+    return total
+
+
+def test_the_mean_of_an_estimate_without_decay_is_the_gradient() -> None:
+    exact = exact_gradient(PARAMETERS.astype(np.float64))
+    np.testing.assert_allclose(exact_estimate(PARAMETERS, 1), exact, rtol=1e-4, atol=1e-5)
+
+
 @dataclass(frozen=True)
 class OwnMean(GPOMDP):
     """Biased: the mean it subtracts includes the episode itself."""
@@ -476,6 +521,7 @@ BIASED = {
     "stopped baseline, weighted": (StoppedBaseline(), PER_DECISION),
     "capped": (GPOMDP(), ImportanceWeights("trajectory", cap=1.5)),
     "capped per decision": (GPOMDP(), ImportanceWeights("per-decision", cap=1.5)),
+    "decaying trace": (GPOMDP(trace_decay=0.8), None),
     "unweighted": (GPOMDP(), Unweighted()),
     "inverted": (GPOMDP(), Reversed()),
 }
@@ -628,16 +674,35 @@ class FixedEpisodes(HessianVector):
         return second, jnp.zeros_like(second), Health.perfect(len(second))
 
 
+@dataclass(frozen=True)
+class DecayingTwice(HessianVector):
+    """Biased: lets the scores decay along θ_t − θ_{t−1} as well, which tell how likely the episode is."""
+
+    def terms(self, batch: SmallBatch) -> tuple[Array, Array, Health]:
+        found, nothing, health = super().terms(batch)
+        point, change = batch.played[:, 0], batch.parameters - batch.previous
+        _, along = jax.jvp(batch.log_probabilities, (point,), (change,))
+        times = np.arange(along.shape[2])
+        decayed = np.where(times[:, None] >= times, 0.5 ** np.abs(times[:, None] - times), 0)
+        missing = batch.coefficients(jnp.cumsum(along, axis=2) - along @ decayed.T)
+        return found - batch.scores(point[None], missing[None])[0], nothing, health
+
+
+TRACED = GPOMDP("leave-one-out", trace_decay=0.5)
 UNBIASED_CHANGES = {
     f"{estimator}, {correction}": (estimator, correction)
     for estimator in (GPOMDP("leave-one-out"), REINFORCE())
     for correction in (DefensiveSampling(), DefensiveSampling("per-decision"), HessianVector())
     if isinstance(estimator, GPOMDP) or not correction.weighs_rewards
+} | {
+    f"{TRACED}, {correction}": (TRACED, correction)
+    for correction in (DefensiveSampling("per-decision"), HessianVector())
 }
 BIASED_CHANGES: dict[str, tuple[Estimator, Correction]] = {
     "played with θ_t": (GPOMDP(), PlayedNow()),
     "Hessian at θ_t": (GPOMDP(), AtTheEnd()),
     "Hessian of fixed episodes": (GPOMDP(), FixedEpisodes()),
+    "Hessian with both traces decaying": (TRACED, DecayingTwice()),
 }
 
 
@@ -659,23 +724,27 @@ def estimated_change(estimator: Estimator, correction: Correction, keys: Array) 
     return change, sampled.health.largest
 
 
-def exact_change() -> np.ndarray:
-    now, before = (exact_gradient(theta.astype(np.float64)) for theta in (PARAMETERS, PREVIOUS))
-    return now - before
+def exact_change(estimator: Estimator) -> np.ndarray:
+    decay = getattr(estimator, "trace_decay", None)
+    now, before = (theta.astype(np.float64) for theta in (PARAMETERS, PREVIOUS))
+    if decay is None:
+        return exact_gradient(now) - exact_gradient(before)
+    return exact_estimate(now, decay) - exact_estimate(before, decay)
 
 
 @pytest.mark.parametrize("name", UNBIASED_CHANGES)
 def test_corrections_without_degenerate_weights_are_unbiased(name: str) -> None:
     found, largest = estimated_change(*UNBIASED_CHANGES[name], jax.random.split(jax.random.key(5), 20_000))
-    assert bias_in_standard_errors(np.asarray(found), exact_change()) < 4.5
-    assert bias_in_standard_errors(1.1 * np.asarray(found), exact_change()) > 4.5
+    exact = exact_change(UNBIASED_CHANGES[name][0])
+    assert bias_in_standard_errors(np.asarray(found), exact) < 4.5
+    assert bias_in_standard_errors(1.1 * np.asarray(found), exact) > 4.5
     assert np.max(largest) <= 2
 
 
 @pytest.mark.parametrize("name", BIASED_CHANGES)
 def test_biased_corrections_are_detected(name: str) -> None:
     found, _ = estimated_change(*BIASED_CHANGES[name], jax.random.split(jax.random.key(5), 20_000))
-    assert bias_in_standard_errors(np.asarray(found), exact_change()) > 6
+    assert bias_in_standard_errors(np.asarray(found), exact_change(BIASED_CHANGES[name][0])) > 6
 
 
 def test_the_weights_of_defensive_sampling_are_the_naive_ones() -> None:

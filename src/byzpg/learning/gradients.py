@@ -91,14 +91,38 @@ class REINFORCE(Estimator):
 
 @dataclass(frozen=True)
 class GPOMDP(Estimator):
-    """g(τ|θ) = Σ_t ∇log π(a_t|s_t) Σ_{h≥t} (γ^h r_h − b_h) (Baxter & Bartlett 2001)."""
+    """g(τ|θ) = Σ_t ∇log π(a_t|s_t) Σ_{h≥t} λ^{h−t} (γ^h r_h − b_h) (Baxter & Bartlett 2001).
+
+    Attributes:
+        baseline: As for all estimators.
+        trace_decay: λ, in (0, 1]: what an action counts for a reward one step later, relative to one at once. None:
+            no decay, as if λ = 1. Below 1, estimates are biased, and vary less where episodes are long.
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("trace_decay",)
+
+    trace_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trace_decay is not None and not 0 < self.trace_decay <= 1:
+            raise ValueError(f"GPOMDP: trace_decay must lie in (0, 1], got {self.trace_decay}.")
 
     def coefficients(self, rewards: Array, discount: Number, weights: Array | None) -> Array:
         # The baseline continues after an episode's end: if it stopped there, it would depend on the episode.
         gains = self._centred(rewards * _discounts(rewards, discount))
         if weights is not None:
             gains = _weighted(gains, weights)
-        return lax.cumsum(gains, axis=2, reverse=True)
+        if self.trace_decay is None:
+            return lax.cumsum(gains, axis=2, reverse=True)
+        decay = per_agent(self.trace_decay, 2)
+
+        def add(later: Array, gain: Array) -> tuple[Array, Array]:
+            total = gain + decay * later
+            return total, total
+
+        _, totals = lax.scan(add, jnp.zeros_like(gains[:, :, 0]), jnp.moveaxis(gains, 2, 0), reverse=True)
+        return jnp.moveaxis(totals, 0, 2)
 
 
 def _weighted(gains: Array, weights: Array) -> Array:
@@ -258,7 +282,8 @@ class HessianVector(Correction):
     """∇J(θ_t) − ∇J(θ_{t−1}) as ∇²J(θ)(θ_t − θ_{t−1}), θ uniform between both (HAPG, Shen et al. 2019; unbiased).
 
     The batch is played with that θ, so there are no importance weights. For GPOMDP, with S_h = Σ_{t≤h} ∇log π_t and
-    u = θ_t − θ_{t−1}, it is Σ_h (γ^h r_h − b_h) ((S_h·u) S_h + ∇S_h u).
+    u = θ_t − θ_{t−1}, it is Σ_h (γ^h r_h − b_h) ((S_h·u) S_h + ∇S_h u). With a trace decay, the second and third S_h
+    are Σ_{t≤h} λ^{h−t} ∇log π_t: it estimates the change of what GPOMDP estimates then.
     """
 
     def points(self, parameters: Array, previous: Array, keys: Array) -> Array:
