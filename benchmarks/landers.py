@@ -21,6 +21,7 @@ import numpy as np
 from byzpg import Config, train
 from byzpg._files import write_atomically
 from byzpg.config import ADAM_BEHIND_RULE
+from byzpg.experiments.paper import UNDECAYED
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 ENVS = ("LunarLander-v3", "envpool:LunarLander-v3")
@@ -42,7 +43,7 @@ def run(env: str, trajectories: int, results: Path) -> None:
             flush=True,
         )
 
-    settings = ADAM_BEHIND_RULE | {"large_batch": 45, "step_size": 3e-3}
+    settings = ADAM_BEHIND_RULE | UNDECAYED | {"large_batch": 45, "step_size": 3e-3}
     shared = Config(attack="AvgZero", num_seeds=NUM_SEEDS, seed=FIRST_SEED, **settings)
     config = replace(shared, env=env, trajectories=trajectories)
     done = train(config, on_progress=say)

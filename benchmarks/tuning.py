@@ -29,8 +29,9 @@ import numpy as np
 
 from byzpg import Config, Run, training
 from byzpg.config import ADAM_AT_AGENTS, ADAM_BEHIND_RULE
-from byzpg.experiments.paper import FIVE_ATTACKS, PAPER_ATTACKS
+from byzpg.experiments.paper import FIVE_ATTACKS, PAPER_ATTACKS, UNDECAYED
 from byzpg.experiments.statistics import smooth_on_grid
+from byzpg.learning.gradients import GPOMDP
 from byzpg.runs import RunDirectory, provenance
 
 LEVELS = {"CartPole-v1": (450, 475), "LunarLander-v3": (200, 250)}
@@ -92,7 +93,8 @@ def variance() -> Iterator[Table]:
 
 
 def lunarlander() -> Iterator[Table]:
-    shared = Config(env="LunarLander-v3", algorithm="ByzPG", num_seeds=4, seed=100, trajectories=2000, **ADAM_AT_AGENTS)
+    options = ADAM_AT_AGENTS | UNDECAYED
+    shared = Config(env="LunarLander-v3", algorithm="ByzPG", num_seeds=4, seed=100, trajectories=2000, **options)
 
     def table(shared: Config, choices: Iterable[tuple[float, ...]]) -> Table:
         return {
@@ -122,6 +124,28 @@ def lunarlander() -> Iterator[Table]:
         for rule, (large_batch, step_size) in product(
             ("NNM(TrimmedMean())", "CAF"), ((30, 2e-2), (20, 1.5e-2), (20, 2e-2))
         )
+    }
+    # Traces that decay, with the best of those.
+    best = replace(more, large_batch=20, momentum=0.8, decay=0.7)
+    choices = [*product((0.98, 0.99, 0.995), (0.999, 0.9999), (2e-2,)), (0.97, 0.9999, 2e-2)]
+    yield {
+        f"λ = {trace:g}, γ = {discount:g}, η = {step_size:g}": under(
+            replace(
+                best,
+                estimator=GPOMDP(baseline="leave-one-out", trace_decay=trace),
+                discount=discount,
+                step_size=step_size,
+            ),
+            ("AvgZero", "RandomAction"),
+        )
+        for trace, discount, step_size in [*choices, (0.99, 0.9999, 1.5e-2), (0.99, 0.9999, 3e-2)]
+    }
+    lone = replace(shared, algorithm="PAGE-PG", num_seeds=6, trajectories=5000, large_batch=45, **ADAM_BEHIND_RULE)
+    yield {
+        f"one agent, λ = {trace}, η = {step_size:g}": {
+            "PAGE-PG": replace(lone, estimator=GPOMDP(baseline="leave-one-out", trace_decay=trace), step_size=step_size)
+        }
+        for trace, step_size in product((None, 0.995), (5e-3, 1e-2))
     }
 
 
@@ -169,7 +193,7 @@ def cartpole_peers() -> Iterator[Table]:
 
 
 def lunarlander_peers() -> Iterator[Table]:
-    shared = Config(env="LunarLander-v3", num_seeds=3, seed=100, trajectories=2500, coins="shared")
+    shared = Config(env="LunarLander-v3", num_seeds=3, seed=100, trajectories=2500, coins="shared", **UNDECAYED)
     yield from peers(shared, ((45, 15),), (1e-3, 2e-3, 5e-3))
     yield from lone_transport(shared, (30,), (0.03, 0.06, 0.12, 0.25, 0.5))
     # With another discount, and next to it the plain agent.

@@ -242,6 +242,8 @@ def test_one_agent_alone_has_a_preset_of_its_own() -> None:
     assert (alone.large_batch, alone.step_size, alone.momentum, alone.adam_epsilon) == (15, 2e-2, 0, 1e-8)
     lander = Config(env="LunarLander-v3", algorithm="PAGE-PG").resolved()
     assert (lander.large_batch, lander.step_size, lander.momentum, lander.adam_epsilon) == (45, 5e-3, 0, 1e-8)
+    assert lander.estimator == Config(env="LunarLander-v3").resolved().estimator
+    assert lander.estimator == GPOMDP(baseline="leave-one-out", trace_decay=0.995)
     assert Config(algorithm="N-PG-IGT").resolved().momentum == 0.9
 
 

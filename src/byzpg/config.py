@@ -133,7 +133,14 @@ PRESETS_BY_TASK: dict[str, dict[str, dict[str, Any]]] = {
         "CartPole-v1": ADAM_AT_AGENTS
         | {"momentum": 0.8, "large_batch": 6, "step_size": 4e-2, "decay": 0.9, "trajectories": 600},
         "LunarLander-v3": ADAM_AT_AGENTS
-        | {"momentum": 0.8, "large_batch": 20, "step_size": 2e-2, "decay": 0.7, "trajectories": 2000},
+        | {
+            "estimator": GPOMDP(baseline="leave-one-out", trace_decay=0.995),
+            "momentum": 0.8,
+            "large_batch": 20,
+            "step_size": 2e-2,
+            "decay": 0.7,
+            "trajectories": 2000,
+        },
         "Pendulum-v1": {"large_batch": 20, "discount": 0.99},
     },
     "paper": {"LunarLander-v3": {"step_size": 1e-3}},
@@ -379,7 +386,8 @@ class Config:
     """Whether every seed tosses a coin of its own for its batches, or all toss the first seed's, which is faster but
     makes the spread over seeds too small."""
     estimator: Estimator | str | None = None
-    """Gradient estimator: GPOMDP or REINFORCE, each with baseline='none' or 'leave-one-out'."""
+    """Gradient estimator: GPOMDP(baseline='none' or 'leave-one-out', trace_decay=None or a number in (0, 1]), or
+    REINFORCE(baseline=...)."""
     importance: Correction | str | None = None
     """Correction of small batches: ImportanceWeights(mode='trajectory' or 'per-decision', cap=None or a number,
     floor=0), DefensiveSampling(mode=...) or HessianVector."""

@@ -118,6 +118,20 @@ def test_every_preset_has_every_figure(preset: Any) -> None:
         assert preset in get_args(get_type_hints(accepting)["preset"])
 
 
+def test_the_papers_figures_compare_with_the_same_estimator_and_traces_has_the_whole_preset() -> None:
+    """The algorithms of others were tuned without a trace decay."""
+    made = grid(["all", "ablation", "momentum"], Scope())
+    assert {str(each.estimator) for each in made.settings.values()} == {"GPOMDP(baseline='leave-one-out')"}
+    whole = grid(["traces"], Scope())
+    attacks = {"RandomAction", "LargeNoise", "AvgZero", None}
+    assert {type(each.attack).__name__ if each.num_attackers else None for each in whole.settings.values()} == attacks
+    for each in whole.settings.values():
+        tuned: dict[str, Any] = {"env": "LunarLander-v3", "algorithm": each.algorithm, "attack": each.attack}
+        same = Config(num_seeds=10, seed=each.seed, **tuned).resolved()
+        assert each == same
+        assert "trace_decay" in str(each.estimator)
+
+
 def test_the_command_on_the_results_page_is_what_the_ablation_measures() -> None:
     page = (Path(__file__).parents[2] / "docs/results/README.md").read_text().replace("\\\n", " ")
     (command,) = [line for line in page.splitlines() if line.startswith("byzpg train")]

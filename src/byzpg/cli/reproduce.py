@@ -37,9 +37,9 @@ class Reproduce:
         tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint="(at least one)"),
     ]
     """Experiments. In the paper: fig1 to fig6, or cartpole, lunarlander, all. Beyond the paper: ablation, momentum,
-    variance, speedup, tolerance, heatmap, rotating, agreement, averaging, or beyond for all of these. With a critic:
-    joining, which compares members of federations with a single agent. By itself: rates, which measures the rates of
-    the theorems on a task with an exact gradient."""
+    traces, variance, speedup, tolerance, heatmap, rotating, agreement, averaging, or beyond for all of these. With a
+    critic: joining, which compares members of federations with a single agent. By itself: rates, which measures the
+    rates of the theorems on a task with an exact gradient."""
     task: str | None = None
     """Task whose experiments are run: CartPole-v1 or LunarLander-v3; for joining, any task with a level to reach.
     Default: both tasks, and LunarLander-v3 for joining."""
