@@ -299,7 +299,7 @@ def test_published_curves_against_ours(results: Results) -> None:
 def test_goals_are_of_robust_methods_under_attack(results: Results) -> None:
     every = list(goals(results.experiments, results.runs))
     assert len(every) == 2 * 3 + 3 * 2  # CartPole; LunarLander has two each
-    attacked = {f"DecByzPG, {attack}" for attack in ("RandomAction", "LargeNoise", "AvgZero")}
+    attacked = {f"DecByzPG under {attack}" for attack in ("RandomAction", "LargeNoise", "AvgZero")}
     assert {goal.cell.label for goal in every} == {"DecByzPG K=13 α=3/13", "ByzPG K=13 α=3/13"} | attacked
     robust = compared(results, "fig2", "AvgZero", "DecByzPG K=13 α=3/13")
     (goal,) = (each for each in every if each.result is robust.result)

@@ -328,9 +328,10 @@ def _momentum(build: _Builder) -> Experiment:
 
 def _traces(build: _Builder) -> Experiment:
     """The whole `tuned` preset on LunarLander: the paper's figures leave out its trace decay."""
-    alone = build.cell("PAGE-PG K=1", env=LUNARLANDER, algorithm="PAGE-PG")
+    env = LUNARLANDER
+    alone = build.cell("PAGE-PG K=1", env=env, algorithm="PAGE-PG")
     attacked = (
-        build.cell(f"DecByzPG, {attack}", env=LUNARLANDER, num_byzantine=3, attack=attack) for attack in PAPER_ATTACKS
+        build.cell(f"DecByzPG under {attack}", env=env, num_byzantine=3, attack=attack) for attack in PAPER_ATTACKS
     )
     return Experiment(
         "traces",
@@ -339,7 +340,7 @@ def _traces(build: _Builder) -> Experiment:
         "are biased but vary less. How fast is the tuned preset, which has it, where the paper's figures leave it out? "
         "In DecByzPG, 3 of 13 agents attack; PAGE-PG is one agent alone.",
         "curves",
-        (Panel("LunarLander", LUNARLANDER, (alone, *attacked)),),
+        (Panel("LunarLander", env, (alone, *attacked)),),
     )
 
 
