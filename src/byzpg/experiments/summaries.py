@@ -437,12 +437,11 @@ GOALS = {"fig2": ((475.0, 250.0),), "fig5": ((475.0, 250.0),), "traces": ((200.0
 
 def goals(experiments: Sequence[Experiment], runs: Mapping[str, Result]) -> Iterator[Goal]:
     """The goals of ByzPG and DecByzPG under attack, where runs are long enough to decide them."""
-    for experiment in experiments:
-        for panel in experiment.panels:
-            for cell in panel.cells:
-                settings, progress = runs[cell.run].settings, runs[cell.run].progress
-                ours = settings.algorithm in ("ByzPG", "DecByzPG") and settings.preset == "tuned"
-                if ours and settings.num_attackers:
-                    for level, trajectories in GOALS.get(experiment.name, ()):
-                        if progress[-1] >= trajectories:
-                            yield Goal(experiment, panel, cell, runs[cell.run], level, trajectories)
+    shown = ((each, panel, cell) for each in experiments for panel in each.panels for cell in panel.cells)
+    for experiment, panel, cell in shown:
+        result = runs[cell.run]
+        settings = result.settings
+        if settings.algorithm in ("ByzPG", "DecByzPG") and settings.preset == "tuned" and settings.num_attackers:
+            for level, trajectories in GOALS.get(experiment.name, ()):
+                if result.progress[-1] >= trajectories:
+                    yield Goal(experiment, panel, cell, result, level, trajectories)
