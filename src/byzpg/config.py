@@ -399,7 +399,7 @@ class Config:
     first moment. 0: no momentum."""
     ppo: PPO | str | None = None
     """Options of algorithms with a critic: PPO(environments=8, segment=64, epochs=4, minibatches=4, exchange_every=1,
-    gae_lambda=0.95, clip=0.2, entropy=0, value=0.5, reward_scale=1, largest_norm=0.5,
+    gae_lambda=0.95, clip=0.2, largest_kl=None, entropy=0, value=0.5, reward_scale=1, largest_norm=0.5,
     initial_log_std=0, normalize_observations=False)."""
     transport: bool | None = None
     """Play large batches ahead of the parameters, so that the agents' momentum does not lag behind them (N-PG-IGT)."""

@@ -22,6 +22,7 @@ from byzpg.federation.simulator import LARGE, SimulationState
 from byzpg.learning.advantages import PPO, Steps
 from byzpg.learning.policies import MLP, CriticMLP
 from byzpg.robust.attacks import Knowledge, LargeNoise
+from byzpg.robust.components import without_numbers
 from byzpg.robust.exchange import attack_key
 from byzpg.runs import Run, RunDirectory
 from byzpg.training import Progress, resume_all, simulation_of, train_all
@@ -726,6 +727,11 @@ def test_federations_of_one_program_do_what_they_do_alone(tmp_path: Path) -> Non
     for path, options in zip(paths, variants.values(), strict=True):
         alone, together = trained(**options), RunDirectory.open(path).read_results()
         np.testing.assert_allclose(together.parameters["last"], alone.parameters["last"], rtol=2e-2, atol=2e-3)
+
+
+def test_federations_with_limits_of_divergence_that_differ_share_a_program() -> None:
+    near, far = (agent_of(ppo=f"PPO(environments=2, segment=8, largest_kl={limit})") for limit in (0.01, 0.1))
+    assert without_numbers(near)[0] == without_numbers(far)[0] != without_numbers(agent_of())[0]
 
 
 def test_every_form_learns_and_only_the_robust_one_under_attack() -> None:

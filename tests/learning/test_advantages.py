@@ -1,5 +1,6 @@
 """Advantages and the objective of PPO, compared with naive twins in float64."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,12 @@ from byzpg.learning.policies import CategoricalMLP, CriticMLP, GaussianMLP
 
 RNG = np.random.default_rng(0)
 OPTIONS = PPO(clip=0.1, entropy=0.03, value=0.7)
+# These steps are about 0.1 nats away from the policy that is said to have played them, or more.
+OPTIONS_OF_KL = {
+    "no limit": OPTIONS,
+    "within": replace(OPTIONS, largest_kl=5.0),
+    "beyond": replace(OPTIONS, largest_kl=0.01),
+}
 POLICIES = [
     CategoricalMLP(3, hidden=(5,), activation="tanh", num_actions=3),
     GaussianMLP(3, hidden=(5,), activation="tanh", action_size=2, initial_log_std=-0.3),
@@ -103,7 +110,7 @@ def naive_objective(
     actor = layers(policy.layer_sizes, parameters[: policy.dimension])
     values = layers(critic.layer_sizes, parameters[policy.dimension :])
     log_std = parameters[policy.dimension - policy.num_outputs : policy.dimension]  # of a Gaussian
-    total = 0.0
+    total, divergence = 0.0, 0.0
     for i in range(len(steps.advantages)):
         seen, action = np.asarray(steps.observations[i], float), np.asarray(steps.actions[i], float)
         outputs = naive_network(actor, seen)
@@ -119,7 +126,10 @@ def naive_objective(
         error = naive_network(values, seen)[0] - float(steps.targets[i])
         total += min(ratio * advantage, clipped * advantage) + options.entropy * entropy
         total -= options.value * error**2 / 2
-    return total / len(steps.advantages)
+        divergence += ratio - 1 - np.log(ratio)
+    number = len(steps.advantages)
+    excess = 0.0 if options.largest_kl is None else max(divergence / number - options.largest_kl, 0.0)
+    return total / number - 100 * excess
 
 
 def some_steps(policy: CategoricalMLP | GaussianMLP, number: int) -> Steps:
@@ -134,22 +144,25 @@ def some_steps(policy: CategoricalMLP | GaussianMLP, number: int) -> Steps:
     )
 
 
+@pytest.mark.parametrize("options", OPTIONS_OF_KL.values(), ids=OPTIONS_OF_KL)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_the_objective_and_its_gradient_are_those_of_a_naive_twin(policy: CategoricalMLP | GaussianMLP) -> None:
+def test_the_objective_and_its_gradient_are_those_of_a_naive_twin(
+    policy: CategoricalMLP | GaussianMLP, options: PPO
+) -> None:
     critic = CriticMLP(3, (5,), "tanh")
     steps = some_steps(policy, 12)
     parameters = np.concatenate([np.asarray(each.initial(jax.random.key(1)), np.float64) for each in (policy, critic)])
-    value, gradient = jax.value_and_grad(lambda at: objective(policy, critic, at, steps, OPTIONS))(
+    value, gradient = jax.value_and_grad(lambda at: objective(policy, critic, at, steps, options))(
         jnp.asarray(parameters, jnp.float32)
     )
-    np.testing.assert_allclose(value, naive_objective(policy, critic, parameters, steps, OPTIONS), rtol=1e-5)
+    np.testing.assert_allclose(value, naive_objective(policy, critic, parameters, steps, options), rtol=1e-5)
     slopes = np.zeros(len(parameters))
     for i in range(len(parameters)):
         shift = np.zeros(len(parameters))
         shift[i] = 1e-6
-        ends = [naive_objective(policy, critic, parameters + sign * shift, steps, OPTIONS) for sign in (1, -1)]
+        ends = [naive_objective(policy, critic, parameters + sign * shift, steps, options) for sign in (1, -1)]
         slopes[i] = (ends[0] - ends[1]) / 2e-6
-    np.testing.assert_allclose(gradient, slopes, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(gradient, slopes, rtol=2e-4, atol=2e-5 * max(1, np.max(np.abs(slopes))))
 
 
 def test_nothing_is_gained_beyond_the_clip() -> None:
@@ -187,6 +200,8 @@ def test_a_vector_is_cut_to_a_norm_and_short_ones_stay() -> None:
         ({"exchange_every": 32}, "PPO: exchange_every must divide epochs × minibatches = 16 updates, got 32."),
         ({"gae_lambda": 1.5}, r"PPO: gae_lambda must lie in \[0, 1\], got 1.5."),
         ({"clip": 0.0}, "PPO: clip must be positive, got 0.0."),
+        ({"largest_kl": 0.0}, "PPO: largest_kl must be positive, got 0.0."),
+        ({"largest_kl": np.inf}, "PPO: largest_kl must be a finite number, got inf."),
         ({"entropy": -0.1}, "PPO: entropy must not be negative, got -0.1."),
         ({"epochs": 0}, "PPO: epochs must be a positive whole number, got 0."),
     ],

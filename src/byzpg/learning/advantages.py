@@ -18,6 +18,8 @@ from byzpg.robust.components import Component, check_count, check_finite
 TINY = 1e-8
 # An observation's standard deviation counts as at least this: one that was constant so far may still change.
 LEAST_STD = 0.01
+# The weight of what the divergence of policies exceeds its limit by: so large that nothing else counts beyond it.
+BEYOND_LARGEST_KL = 100.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class PPO(Component):
         gae_lambda: λ of generalized advantage estimation, in [0, 1] (Schulman et al. 2016).
         clip: How far a probability may move from that of the policy that played, relative to it, before it gains
             nothing more.
+        largest_kl: How far the policy may move in an iteration from the one that played, in nats: beyond this
+            Kullback–Leibler divergence, estimated from its own steps, an agent's gradient leads back (Wang et al.
+            2019). The clip alone stops no policy: what attackers and other steps add moves it further. None: no limit.
         entropy: The weight of the entropy bonus.
         value: The weight of the critic's loss.
         reward_scale: The factor of rewards: advantages are normalized, but the critic has to reach the returns.
@@ -45,7 +50,15 @@ class PPO(Component):
             them.
     """
 
-    numbers: ClassVar[tuple[str, ...]] = ("gae_lambda", "clip", "entropy", "value", "reward_scale", "largest_norm")
+    numbers: ClassVar[tuple[str, ...]] = (
+        "gae_lambda",
+        "clip",
+        "largest_kl",
+        "entropy",
+        "value",
+        "reward_scale",
+        "largest_norm",
+    )
 
     environments: int = 8
     segment: int = 64
@@ -54,6 +67,7 @@ class PPO(Component):
     exchange_every: int = 1
     gae_lambda: float = 0.95
     clip: float = 0.2
+    largest_kl: float | None = None
     entropy: float = 0.0
     value: float = 0.5
     reward_scale: float = 1.0
@@ -73,14 +87,15 @@ class PPO(Component):
                 f"PPO: exchange_every must divide epochs × minibatches = {self.num_updates} updates, got "
                 f"{self.exchange_every}."
             )
-        check_finite(self, **{name: getattr(self, name) for name in self.numbers})
+        given = {name: getattr(self, name) for name in self.numbers}
+        check_finite(self, **{name: each for name, each in given.items() if each is not None})
         if not abs(self.initial_log_std) <= 20:  # far inside what float32 can hold of its exponential
             raise ValueError(f"PPO: initial_log_std must lie in [-20, 20], got {self.initial_log_std}.")
         if not 0 <= self.gae_lambda <= 1:
             raise ValueError(f"PPO: gae_lambda must lie in [0, 1], got {self.gae_lambda}.")
-        for name in ("clip", "reward_scale", "largest_norm"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"PPO: {name} must be positive, got {getattr(self, name)}.")
+        for name in ("clip", "largest_kl", "reward_scale", "largest_norm"):
+            if given[name] is not None and given[name] <= 0:
+                raise ValueError(f"PPO: {name} must be positive, got {given[name]}.")
         for name in ("entropy", "value"):
             if getattr(self, name) < 0:
                 raise ValueError(f"PPO: {name} must not be negative, got {getattr(self, name)}.")
@@ -154,15 +169,23 @@ def objective(policy: Policy, critic: Critic, parameters: Array, steps: Steps, o
     """What an update increases, at parameters [d] of policy and critic: the mean over steps of
 
     min(r A, clip(r, 1 − ε, 1 + ε) A) + c_e H(π(·|s)) − c_v (V(s) − R)²/2, with r = π(a|s)/π_played(a|s).
+
+    With `largest_kl`, less 100 times what D = mean(r − 1 − log r) exceeds it by. D is an estimate of KL(π_played ‖ π)
+    that is unbiased and never negative.
     """
     actor, weights = policy.unflatten(parameters[: policy.dimension]), critic.unflatten(parameters[policy.dimension :])
     outputs = policy.outputs(actor, steps.observations)
-    ratios = jnp.exp(policy.log_probability(actor, outputs, steps.actions) - steps.log_probabilities)
+    log_ratios = policy.log_probability(actor, outputs, steps.actions) - steps.log_probabilities
+    ratios = jnp.exp(log_ratios)
     clipped = jnp.clip(ratios, 1 - options.clip, 1 + options.clip)
     gains = jnp.minimum(ratios * steps.advantages, clipped * steps.advantages)
     errors = critic.values(weights, steps.observations) - steps.targets
     bonus = options.entropy * policy.entropy(actor, outputs)
-    return jnp.mean(gains + bonus - options.value * 0.5 * jnp.square(errors))
+    gained = jnp.mean(gains + bonus - options.value * 0.5 * jnp.square(errors))
+    if options.largest_kl is None:
+        return gained
+    divergence = jnp.mean(jnp.expm1(log_ratios) - log_ratios)
+    return gained - BEYOND_LARGEST_KL * jnp.maximum(divergence - options.largest_kl, 0)
 
 
 def shortened(vector: Array, largest_norm: Number) -> Array:
