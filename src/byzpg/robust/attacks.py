@@ -228,10 +228,10 @@ class Attack(Component):
     def audience(self, knowledge: Knowledge, receivers: Array) -> Array | None:
         """Return a number ≥ 0 for each of `receivers` [r], the same for those that certainly get the same messages.
 
-        Where a large federation takes its receivers in groups, it then applies the rule once for neighbouring receivers
-        with the same number, or multiplies their rows once if the rule is random. None, the default, says that this is
-        not known: the messages are compared, which takes longer. A subclass that changes the messages must define its
-        own `audience`.
+        Where a large federation takes its receivers in groups, it then multiplies the messages once for neighbouring
+        receivers with the same number, and applies the rule once if they also hold the same true vectors. None, the
+        default, says that this is not known: the messages are compared, which takes longer. A subclass that changes the
+        messages must define its own `audience`.
         """
         return None
 

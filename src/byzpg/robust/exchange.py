@@ -2,8 +2,8 @@
 
 Rows that all receivers hold are multiplied once. Messages that attackers sent to one receiver alone are multiplied for
 that receiver. This is done for a group of receivers at a time, so the K × b × d such messages never exist at once.
-Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows. If it is
-random, and the attack says who gets the same, they share the products of these rows.
+Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows, and messages
+are multiplied once for neighbouring receivers that get the same, if the attack says so.
 
 A receiver's own row is always its true vector, at Byzantine agents too: they send false messages to others, but keep
 an honest state.
@@ -31,7 +31,17 @@ from byzpg.robust.components import (
     without_numbers,
     zeros_for,
 )
-from byzpg.robust.geometry import Cloud, SharedRows, ascending_rows, dot, is_sound, repeated, squared_distances, stored
+from byzpg.robust.geometry import (
+    Cloud,
+    Products,
+    SharedRows,
+    ascending_rows,
+    dot,
+    is_sound,
+    repeated,
+    squared_distances,
+    stored,
+)
 from byzpg.robust.kernels import Rows, inner_products
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors, coefficients_at_receiver
 
@@ -481,18 +491,15 @@ class _Messages:
         return receivers[:, None] == self.knowledge.byzantine
 
     def held_by(
-        self, receiver: Array, private: Array, heard: Array, own: Array | None, *, often_unusable: bool
+        self, receiver: Array, private: Array, products: Products, own: Array | None, *, has_products: bool
     ) -> Cloud:
-        """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers.
-
-        Of the messages that only this receiver holds, it uses those that are `heard` [Byzantine sender].
-        """
+        """Return what one receiver holds: true vectors from honest agents and itself, false rows from attackers."""
         agents = jnp.arange(self.knowledge.num_agents)
         truthful = self.knowledge.is_honest | (agents == receiver)
         # The false row of attacker j comes b rows after its true one.
         place = jnp.where(truthful, self.true_row, self.true_row + len(self.knowledge.byzantine))
         return Cloud.of(
-            self.shared, private, heard, place=place, sender=self.sender, own=own, often_unusable=often_unusable
+            self.shared, private, products, place=place, sender=self.sender, own=own, has_products=has_products
         )
 
     def receivers_at_once(self, setting: _Setting) -> int:
@@ -550,34 +557,31 @@ def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers:
     at_once = messages.receivers_at_once(setting)
     if len(receivers) <= at_once:
         return _at_group(setting, messages, key, receivers)
-    at_group = partial(_at_group, setting, messages, key, many=True)
     rule, attack = setting.rule, setting.attack
     audience = attack.stated_audience(messages.knowledge, receivers) if messages.equivocal else None
+
+    products = None
+    # Like the size of a group, this counts the memory of one run of a batch.
+    if audience is not None and 4 * len(receivers) * len(messages.sender) ** 2 <= GROUP_BYTES_ON_CPU:
+
+        def of_audience(receivers: Array) -> Products:
+            private = messages.to_each(setting, receivers)
+            return _products_at_group(setting, messages, receivers, private, many=False)
+
+        as_before = jnp.append(False, audience[1:] == audience[:-1])
+        products = _looked_up(of_audience, receivers, as_before, at_once=1)
+
+    def at_group(places: Array) -> tuple[Array, Array | None]:
+        known = None if products is None else products(places)
+        return _at_group(setting, messages, key, receivers[places], known, many=True)
+
+    places = jnp.arange(len(receivers))
     # Random messages differ, unless the rule ignores them, so that looking for equal ones would only draw them twice.
     differ = audience is None and attack.needs_key and messages.equivocal and not rule.ignores_far_rows
-    # Like the size of a group, this counts the memory of one run of a batch.
-    products_fit = 4 * len(receivers) * messages.knowledge.num_agents**2 <= GROUP_BYTES_ON_CPU
-    share_products = rule.needs_key and audience is not None and products_fit
-    if differ or (rule.differs_by_receiver and not share_products):
-        return _in_groups(at_group, receivers, at_once, len(receivers))
-    is_new = ~_same_as_before(setting, messages, receivers, at_once, audience)
-    firsts = receivers[jnp.nonzero(is_new, size=len(receivers), fill_value=0)[0]]
-    stands_for = jnp.cumsum(is_new) - 1
-
-    def at_firsts(function: Callable[[Array], Any]) -> Callable[[Array], Any]:
-        """Apply a function to the first of neighbouring receivers that hold the same rows, and look others up there."""
-        found = _in_groups(function, firsts, at_once, jnp.sum(is_new))
-        return lambda places: jax.tree.map(lambda leaf: leaf[places], found)
-
-    if not rule.differs_by_receiver:
-        return at_firsts(at_group)(stands_for)
-    # Receivers of the same rows draw different numbers, and have the products of these rows in common.
-    products = at_firsts(partial(_products_at_group, setting, messages))
-
-    def with_products(group: tuple[Array, Array]) -> tuple[Array, Array | None]:
-        return at_group(group[0], products(group[1]))
-
-    return _in_groups(with_products, (receivers, stands_for), at_once, len(receivers))
+    if differ or rule.differs_by_receiver:
+        return _in_groups(at_group, places, at_once, len(receivers))
+    as_before = _same_as_before(setting, messages, receivers, at_once, audience)
+    return _looked_up(at_group, places, as_before, at_once)(places)
 
 
 def _same_as_before(
@@ -614,16 +618,18 @@ def _at_group(
     messages: _Messages,
     key: Array,
     receivers: Array,
-    products: tuple[Array, Array] | None = None,
+    products: Products | None = None,
     *,
     many: bool = False,
 ) -> tuple[Array, Array | None]:
     """As `_at_receivers`, at one group of receivers, or one of `many` groups. Its products may be known already."""
-    rule = setting.rule
+    rule, private, has_products = setting.rule, messages.to_each(setting, receivers), products is not None
+    if products is None:
+        products = _products_at_group(setting, messages, receivers, private, many=many)
 
-    def at_receiver(cloud: Cloud, receiver: Array, products: tuple[Array, Array] | None) -> tuple[Array, Array | None]:
-        if products is not None:  # XLA drops those that the cloud would have computed
-            cloud = replace(cloud, inner=products[0], towards_origin=products[1])
+    def at_receiver(receiver: Array, private: Array, products: Products) -> tuple[Array, Array | None]:
+        own = None if setting.at_server else receiver
+        cloud = messages.held_by(receiver, private, products, own, has_products=has_products)
         options = {"num_byzantine": setting.num_byzantine, "key": rule_key(key, receiver)}
         if messages.has_combinations(rule):
             coefficients = coefficients_at_receiver(rule, cloud, **options)
@@ -631,46 +637,24 @@ def _at_group(
         applied = apply_at_receiver(rule, cloud, with_weights=setting.diagnose and rule.has_weights, **options)
         return applied.result, applied.weights
 
-    return _for_clouds(at_receiver, setting, messages, receivers, products, many=many)
-
-
-def _products_at_group(setting: _Setting, messages: _Messages, receivers: Array) -> tuple[Array, Array]:
-    """Return the inner products of what each receiver of one of many groups holds, as its cloud has them."""
-
-    def at_receiver(cloud: Cloud, _: Array, __: None) -> tuple[Array, Array]:
-        return cloud.inner, cloud.towards_origin
-
-    return _for_clouds(at_receiver, setting, messages, receivers, None, many=True)
-
-
-def _for_clouds(
-    function: Callable[[Cloud, Array, Any], Any],
-    setting: _Setting,
-    messages: _Messages,
-    receivers: Array,
-    known: Any,
-    *,
-    many: bool,
-) -> Any:
-    """Return function(what a receiver holds, the receiver, what is known of it) for a group of receivers.
-
-    If it is one of `many` groups, then private messages without influence are left out.
-    """
-    rule = setting.rule
-    private = messages.to_each(setting, receivers)
-    selective = many and messages.equivocal and rule.ignores_far_rows
-    heard = messages.different(setting, receivers, private)[1] if selective else is_sound(private)
-    if selective:
-        heard &= ~messages.is_own(receivers)
-
-    def at_receiver(receiver: Array, private: Array, heard: Array, known: Any) -> Any:
-        own = None if setting.at_server else receiver
-        return function(messages.held_by(receiver, private, heard, own, often_unusable=selective), receiver, known)
-
-    each = receivers, private, heard, known
+    each = receivers, private, products
     if len(receivers) == 1:  # with an axis of its own, XLA would not fuse a sorting network into one pass
         return jax.tree.map(lambda leaf: leaf[None], at_receiver(*jax.tree.map(lambda leaf: leaf[0], each)))
     return jax.vmap(at_receiver)(*each)
+
+
+def _products_at_group(
+    setting: _Setting, messages: _Messages, receivers: Array, private: Array, *, many: bool
+) -> Products:
+    """Return the products of what each receiver of a group may hold, with the messages that are `private` to it.
+
+    If it is one of `many` groups, then private messages without influence are left out.
+    """
+    selective = many and messages.equivocal and setting.rule.ignores_far_rows
+    heard = messages.different(setting, receivers, private)[1] if selective else is_sound(private)
+    if selective:
+        heard &= ~messages.is_own(receivers)
+    return messages.shared.products(private, heard, often_unusable=selective)
 
 
 def _diagnostics(setting: _Setting, knowledge: Knowledge, results: Array, weights: Array | None) -> Diagnostics:
@@ -708,12 +692,26 @@ def _diameter(inner: Array) -> Array:
     return jnp.sqrt(jnp.max(squared_distances(inner)))
 
 
-def _in_groups(function: Callable[[Any], Any], receivers: Any, at_once: int, number: Array | int) -> Any:
+def _looked_up(
+    function: Callable[[Array], Any], receivers: Array, as_before: Array, at_once: int
+) -> Callable[[Array], Any]:
+    """Return a function of places among the receivers: function(receivers) there.
+
+    It is computed only for receivers that do not get the same `as_before`, and looked up there for the others.
+    """
+    is_new = ~as_before
+    firsts = jnp.nonzero(is_new, size=len(receivers), fill_value=0)[0]
+    found = _in_groups(function, receivers[firsts], at_once, jnp.sum(is_new))
+    stands_for = jnp.cumsum(is_new) - 1
+    return lambda places: jax.tree.map(lambda leaf: leaf[stands_for[places]], found)
+
+
+def _in_groups(function: Callable[[Array], Any], receivers: Array, at_once: int, number: Array | int) -> Any:
     """Return function(receivers), computed for one group of at most `at_once` at a time.
 
-    Only the results of the first `number` receivers are needed. All arrays of `receivers` lead with [receiver].
+    Only the results of the first `number` receivers are needed.
     """
-    num_receivers = len(jax.tree.leaves(receivers)[0])
+    num_receivers = len(receivers)
     group = -(-num_receivers // -(-num_receivers // at_once))
     num_groups = -(-number // group)
 
@@ -725,14 +723,14 @@ def _in_groups(function: Callable[[Any], Any], receivers: Any, at_once: int, num
             lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, start(number), 0), results, part
         )
 
-    def step(number: Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def step(number: Array, carry: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
         # The next group and the last results wait for one step. XLA would otherwise fuse choosing the group and storing
         # its results with the rule, and run that more slowly and on one thread.
         current, previous, results = carry
-        following = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start(number + 1), group), receivers)
+        following = lax.dynamic_slice_in_dim(receivers, start(number + 1), group)
         return following, function(current), written(results, previous, number - 1)
 
-    first = jax.tree.map(lambda leaf: leaf[:group], receivers)
+    first = receivers[:group]
     function = jax.jit(function)  # so that it is traced once
     none_yet = zeros_for(function, first)
     results = jax.tree.map(lambda leaf: jnp.zeros((num_receivers, *leaf.shape[1:]), leaf.dtype), none_yet)

@@ -122,7 +122,7 @@ def _row_products(left: Array, right: Array) -> Array:
 
 
 def _inner_products(rows: Array, usable: Array) -> Array:
-    """Return the inner products [c, c] of the rows [c, d]; 0 where a row is not usable."""
+    """Return the inner products [c, c] of the rows [c, d]; 0 where a row is not usable, and perhaps not finite."""
     num_rows, dimension = rows.shape
     tiled = dimension - dimension % TILE if rows.size > LARGE_PRODUCT else 0
     products = _row_products(rows[:, tiled:], rows[:, tiled:]) if tiled < dimension else 0
@@ -147,6 +147,24 @@ class _CentreSearch:
     proposal: Array  # the index of the row to centre on next
     improvable: Array  # bool: whether that row is much nearer to the majority than the present centre
     num_moves: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Products:
+    """The inner products of the rows from which receivers of the same messages hold some, around the shared centre.
+
+    Stored rows are, in this order: the shared rows, then the private rows.
+
+    Attributes:
+        usable: [c + p], which of them the rules may use.
+        inner: [c + p, c + p]; 0 where a row is not usable.
+        towards_origin: [c + p], those of the origin with the rows; 0 where a row is not usable.
+    """
+
+    usable: Array
+    inner: Array
+    towards_origin: Array
 
 
 @jax.tree_util.register_dataclass
@@ -207,7 +225,7 @@ class SharedRows:
         eligible = usable[:candidates]
 
         def products(centre: Array) -> Array:
-            return _inner_products(_centred(raw, centre), usable)
+            return _inner_products(raw - centre, usable)
 
         def products_in_kernel(centre: Array) -> Array:
             return jnp.where(usable[:, None] & usable[None, :], kernels.inner_products(rows, centre), 0)
@@ -256,6 +274,35 @@ class SharedRows:
 
         return by_platform(cuda=in_place if self.in_kernels else None, default=in_product)
 
+    def products(self, private: Array, private_usable: Array, *, often_unusable: bool = False) -> Products:
+        """Return the products of these rows and of private ones [p, d], for each of several receivers.
+
+        If none of the private rows are usable, as is often the case in a large federation, theirs are skipped.
+        """
+        num_rows = len(self.usable)
+        num_receivers, num_private, dimension = private.shape
+
+        def of_private(centred: Array) -> tuple[Array, Array]:
+            # XLA's product copies the second matrix, which is the smaller one where one receiver stands for many.
+            # Under vmap, XLA would also transpose it beforehand, so all private rows are one matrix.
+            cross = _row_products(self.centred, centred.reshape(num_receivers * num_private, dimension))
+            cross = jnp.swapaxes(cross.reshape(num_rows, num_receivers, num_private), 0, 1)
+            return cross, jax.vmap(_inner_products)(centred, private_usable)
+
+        def joined(usable: Array, centred: Array, cross: Array, inner: Array) -> Products:
+            cross = jnp.where(self.usable[:, None] & usable, cross, 0)
+            usable = jnp.append(self.usable, usable)
+            origin = jnp.append(self.towards_origin(), _towards_origin(centred, self.centre))
+            return Products(usable, jnp.block([[self.inner, cross], [cross.T, inner]]), jnp.where(usable, origin, 0))
+
+        centred = _centred(private, self.centre)
+        if often_unusable:
+            none = zeros_for(of_private, centred)
+            products = computed_if(jnp.any(private_usable), of_private, (centred,), otherwise=none)
+        else:
+            products = of_private(centred)
+        return jax.vmap(joined)(private_usable, centred, *products)
+
     def combine(self, stored: Array, stands_for: Array | None, defined: Array | None) -> Array:
         """Return affine combinations of the rows, some of them repeatedly.
 
@@ -298,6 +345,7 @@ class Cloud:
         usable: [n], which points the rules may use.
         inner: [n, n], the inner products of the points around some centre.
         towards_origin: [n + 1], those of the origin with the points and itself.
+        has_products: Whether inner products are there in any case, because other receivers have the same.
         own: The index of the receiver's own point, where that is known.
 
     Examples:
@@ -318,6 +366,7 @@ class Cloud:
     usable: Array
     inner: Array
     towards_origin: Array
+    has_products: bool = field(default=False, metadata={"static": True})
     own: Array | None = None
     mixing: Array | None = None
 
@@ -325,41 +374,27 @@ class Cloud:
     def of(
         shared: SharedRows,
         private: Array,
-        private_usable: Array,
+        products: Products,
         *,
         place: Array,
         sender: Array,
         own: Array | None,
-        often_unusable: bool = False,
+        has_products: bool,
     ) -> "Cloud":
         """Return the cloud whose point j is row place[j], and whose row i can only be point sender[i].
 
-        Shared rows are counted first, then private ones. If none of these are usable, as is often the case in a large
-        federation, their products are skipped.
+        Shared rows are counted first, then private ones.
         """
-
-        def products(centred: Array) -> tuple[Array, Array]:
-            cross = jnp.where(private_usable[:, None] & shared.usable, _row_products(centred, shared.centred), 0)
-            return cross, _inner_products(centred, private_usable)
-
-        centred = _centred(private, shared.centre)
-        usable = jnp.concatenate([shared.usable, private_usable])
-        if often_unusable:
-            none = zeros_for(products, centred)
-            cross, inner = computed_if(jnp.any(private_usable), products, (centred,), otherwise=none)
-        else:
-            cross, inner = products(centred)
-        stored = jnp.block([[shared.inner, cross.T], [cross, inner]])
-        origin = jnp.concatenate([shared.towards_origin(), _towards_origin(centred, shared.centre)])
         return Cloud(
             shared=shared,
             private=private,
-            private_centred=centred,
+            private_centred=_centred(private, shared.centre),
             place=place,
             sender=sender,
-            usable=usable[place],
-            inner=stored[place][:, place],
-            towards_origin=jnp.append(jnp.where(usable, origin, 0)[place], dot(shared.centre, shared.centre)),
+            usable=products.usable[place],
+            inner=products.inner[place][:, place],
+            towards_origin=jnp.append(products.towards_origin[place], dot(shared.centre, shared.centre)),
+            has_products=has_products,
             own=own,
         )
 
@@ -420,7 +455,7 @@ class Cloud:
 
     def distances_from(self, point: Array) -> Array:
         """Return a row of `distances`, without all inner products where it can be had more cheaply."""
-        if self.mixing is not None or (self.private is not None and point is not self.own):
+        if self.mixing is not None or self.has_products or (self.private is not None and point is not self.own):
             return self.distances()[point]
         stored = self.shared.raw[self.place[point]]  # a receiver's own row is always a shared one
         if self.private is None:
