@@ -247,6 +247,21 @@ def test_one_agent_alone_has_a_preset_of_its_own() -> None:
     assert Config(algorithm="N-PG-IGT").resolved().momentum == 0.9
 
 
+def test_presets_of_mujoco_differ_by_task_and_alone_ones_inherit_nothing_from_a_federation() -> None:
+    def preset(task: str, algorithm: str) -> tuple[Any, ...]:
+        found = Config(env=f"envpool:{task}-v4", algorithm=algorithm).resolved()
+        ppo = found.ppo
+        numbers = found.discount, found.momentum, ppo.largest_kl, ppo.initial_log_std
+        return *numbers, (ppo.environments, ppo.segment, ppo.epochs, ppo.minibatches)
+
+    assert preset("HalfCheetah", "DecByzPPO") == (0.98, 0.9, 0.03, -2, (4, 64, 8, 4))
+    assert preset("Hopper", "DecByzPPO") == (0.995, 0.95, None, -1, (2, 512, 10, 8))
+    assert preset("Walker2d", "DecByzPPO") == (0.99, 0.95, None, 0, (2, 512, 10, 8))
+    assert preset("HalfCheetah", "PPO") == (0.98, 0, None, -2, (4, 256, 20, 16))
+    for task in ("Hopper", "Walker2d"):
+        assert preset(task, "PPO") == (0.99, 0, None, 0, (4, 512, 10, 32))
+
+
 def test_ppo_alone_has_a_preset_of_its_own() -> None:
     alone = Config(algorithm="PPO").resolved()
     assert (alone.steps, alone.step_size, alone.momentum, alone.hidden) == (40_960, 1e-3, 0, (64, 64))

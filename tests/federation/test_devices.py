@@ -25,7 +25,20 @@ from byzpg.config import Config
 from byzpg.federation import devices
 from byzpg.federation.devices import COORDINATES, Hardware
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
-from byzpg.robust import ALIE, NNM, RFA, AvgZero, Krum, LargeNoise, Median, MinMax, TrimmedMean, agreement, exchange
+from byzpg.robust import (
+    ALIE,
+    NNM,
+    RFA,
+    AvgZero,
+    Equivocate,
+    Krum,
+    LargeNoise,
+    Median,
+    MinMax,
+    TrimmedMean,
+    agreement,
+    exchange,
+)
 from byzpg.robust.attacks import Attack
 from byzpg.robust.exchange import Diagnostics, Round, Shards, exchange_all
 from byzpg.robust.rules import Rule
@@ -145,6 +158,7 @@ ROUNDS: list[tuple[Rule, Attack]] = [
     (NNM(Median()), LargeNoise()),
     (agreement.MDA(), AvgZero()),
     (agreement.GDA(), LargeNoise(target="both")),
+    (Krum(), Equivocate()),  # receivers of the same messages share their products
 ]
 NUM_AGENTS, DIMENSION = 11, 1003
 

@@ -366,6 +366,19 @@ def group_bytes(monkeypatch):
     program.clear_cache()
 
 
+@pytest.fixture
+def groups(monkeypatch):
+    """A list to which every loop over groups adds whether it computes products that receivers share."""
+    loop, found = module._in_groups, []
+
+    def watched(function, receivers, at_once, number):
+        found.append(function.__name__ == "of_audience")
+        return loop(function, receivers, at_once, number)
+
+    monkeypatch.setattr(module, "_in_groups", watched)
+    return found
+
+
 WATCHED = WatchedSplit(scale=3.0)
 
 
@@ -390,18 +403,23 @@ WATCHED = WatchedSplit(scale=3.0)
     ],
     ids=str,
 )
-def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes, monkeypatch):
+def test_groups_of_receivers_change_nothing(rule, attack, size, group_bytes, groups):
     WATCHED.asked.clear()
     group_bytes(size)
-    products, shared = module._products_at_group, []
-    monkeypatch.setattr(
-        module, "_products_at_group", lambda *given, many: shared.append(not many) or products(*given, many=many)
-    )
     results, _ = ask(rule, attack)
-    assert any(shared) == (type(attack) in (attacks.Equivocate, attacks.MDAFooling, SilentToSome))
+    assert groups, "all receivers were one group"
+    assert any(groups) == (type(attack) in (attacks.Equivocate, attacks.MDAFooling, SilentToSome))
     # First it is asked for the shape of its answer to all receivers, then for messages.
     assert WATCHED.asked == {17_000: [K, 4], 1: [K, 1]}.get(size, [])
     assert_law(results, rule, attack)
+
+
+def test_products_that_would_not_fit_are_not_shared(group_bytes, groups, monkeypatch):
+    monkeypatch.setattr(module, "GROUP_BYTES_ON_CPU", 1)
+    group_bytes(17_001)
+    results, _ = ask(aggregators.Krum(), attacks.Equivocate(scale=3.0))
+    assert groups == [False]
+    assert_law(results, aggregators.Krum(), attacks.Equivocate(scale=3.0))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from byzpg.robust.components import Component, check_count, check_finite
 TINY = 1e-8
 # An observation's standard deviation counts as at least this: one that was constant so far may still change.
 LEAST_STD = 0.01
-# The weight of what the divergence of policies exceeds its limit by: so large that nothing else counts beyond it.
+# The weight of what the divergence of policies exceeds its limit by: for the policy, nothing else counts beyond it.
 BEYOND_LARGEST_KL = 100.0
 
 
@@ -36,9 +36,9 @@ class PPO(Component):
         gae_lambda: λ of generalized advantage estimation, in [0, 1] (Schulman et al. 2016).
         clip: How far a probability may move from that of the policy that played, relative to it, before it gains
             nothing more.
-        largest_kl: How far the policy may move in an iteration from the one that played, in nats: beyond this
-            Kullback–Leibler divergence, estimated from its own steps, an agent's gradient leads back (Wang et al.
-            2019). The clip alone stops no policy: what attackers and other steps add moves it further. None: no limit.
+        largest_kl: The Kullback–Leibler divergence from the policy that played, in nats, beyond which an agent's
+            gradient leads back (Wang et al. 2019). It is estimated from the steps of a minibatch, and is no hard limit:
+            other agents move the policy as well. None: gradients never lead back.
         entropy: The weight of the entropy bonus.
         value: The weight of the critic's loss.
         reward_scale: The factor of rewards: advantages are normalized, but the critic has to reach the returns.

@@ -230,8 +230,8 @@ class Attack(Component):
 
         Where a large federation takes its receivers in groups, it then multiplies the messages once for neighbouring
         receivers with the same number, and applies the rule once if they also hold the same true vectors. None, the
-        default, says that this is not known: the messages are compared, which takes longer. A subclass that changes the
-        messages must define its own `audience`.
+        default, says that this is not known: the messages are compared, which takes longer, unless almost all receivers
+        get something of their own. A subclass that changes the messages must define its own `audience`.
         """
         return None
 

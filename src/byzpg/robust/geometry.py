@@ -122,7 +122,7 @@ def _row_products(left: Array, right: Array) -> Array:
 
 
 def _inner_products(rows: Array, usable: Array) -> Array:
-    """Return the inner products [c, c] of the rows [c, d]; 0 where a row is not usable, and perhaps not finite."""
+    """Return the inner products [c, c] of the rows [c, d]; 0 where a row is not usable, which need not be finite."""
     num_rows, dimension = rows.shape
     tiled = dimension - dimension % TILE if rows.size > LARGE_PRODUCT else 0
     products = _row_products(rows[:, tiled:], rows[:, tiled:]) if tiled < dimension else 0
