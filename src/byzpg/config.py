@@ -170,7 +170,8 @@ MUJOCO: dict[str, Any] = {
 }
 # Where to start from, and not tuned: the options of Schulman et al. 2017.
 MUJOCO_ALONE: dict[str, Any] = {
-    "ppo": PPO(environments=4, segment=512, epochs=10, minibatches=32, reward_scale=0.1, normalize_observations=True)
+    "discount": 0.99,
+    "ppo": PPO(environments=4, segment=512, epochs=10, minibatches=32, reward_scale=0.1, normalize_observations=True),
 }
 # As RL Baselines3 Zoo has it for this task; so is the discount of 0.98 below.
 HALF_CHEETAH: dict[str, Any] = {"gae_lambda": 0.92, "initial_log_std": -2.0}
@@ -272,7 +273,7 @@ PPO_ALONE: dict[str, dict[str, Any]] = {
         "decay": 0.9,
         "ppo": PPO(environments=8, segment=128, epochs=10, minibatches=8, reward_scale=0.1),
     },
-    **dict.fromkeys(MUJOCO_TASKS, MUJOCO_ALONE | {"discount": 0.99}),
+    **dict.fromkeys(MUJOCO_TASKS, MUJOCO_ALONE),
     "HalfCheetah-v4": {
         "step_size": 5e-4,
         "decay": 0.9,

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from byzpg.learning.gradients import Number
 from byzpg.learning.policies import Critic, Policy
-from byzpg.robust.components import Component, check_count, check_finite
+from byzpg.robust.components import Component, check_count, check_finite, check_positive
 
 # Added to standard deviations and norms by which something is divided.
 TINY = 1e-8
@@ -87,15 +87,14 @@ class PPO(Component):
                 f"PPO: exchange_every must divide epochs × minibatches = {self.num_updates} updates, got "
                 f"{self.exchange_every}."
             )
-        given = {name: getattr(self, name) for name in self.numbers}
-        check_finite(self, **{name: each for name, each in given.items() if each is not None})
+        given = {name: each for name in self.numbers if (each := getattr(self, name)) is not None}
+        check_finite(self, **given)
         if not abs(self.initial_log_std) <= 20:  # far inside what float32 can hold of its exponential
             raise ValueError(f"PPO: initial_log_std must lie in [-20, 20], got {self.initial_log_std}.")
         if not 0 <= self.gae_lambda <= 1:
             raise ValueError(f"PPO: gae_lambda must lie in [0, 1], got {self.gae_lambda}.")
-        for name in ("clip", "largest_kl", "reward_scale", "largest_norm"):
-            if given[name] is not None and given[name] <= 0:
-                raise ValueError(f"PPO: {name} must be positive, got {given[name]}.")
+        positive = ("clip", "largest_kl", "reward_scale", "largest_norm")
+        check_positive(self, **{name: given[name] for name in positive if name in given})
         for name in ("entropy", "value"):
             if getattr(self, name) < 0:
                 raise ValueError(f"PPO: {name} must not be negative, got {getattr(self, name)}.")
