@@ -10,6 +10,7 @@ from byzpg.config import Config
 from byzpg.federation.agents import PAGEAgent
 from byzpg.federation.members import Peer, Server, Worker, seeded_key
 from byzpg.live.member import Options, _new_peer
+from byzpg.training import train
 
 SHORT: dict[str, Any] = {
     "num_agents": 5,
@@ -179,3 +180,64 @@ def test_an_algorithm_without_a_server_is_refused() -> None:
     settings = Config(**SHORT).resolved()
     with pytest.raises(ValueError, match="has no server: use ByzPG, ByzPPO or another one"):
         Server(settings.federation(), settings.schedule(), KEY)
+
+
+# Receivers that remember
+
+REMEMBERS: dict[str, Any] = {
+    "num_agents": 5,
+    "num_byzantine": 1,
+    "num_attackers": 0,
+    "num_seeds": 1,
+    "seed": 3,
+    "hidden": (4,),
+    "horizon": 20,
+    "steps": 64,
+    "aggregator": "Remember(NNM(TrimmedMean()), exchanges=4, weight=5)",
+    "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=1, normalize_observations=True)",
+}
+
+
+def test_peers_remember_what_their_simulated_twins_remember() -> None:
+    """One of them restarts between two iterations."""
+    settings = Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS).resolved()
+
+    def member(index: int) -> Peer:
+        return Peer(settings.federation(), settings.schedule(), index, KEY, as_simulated=True)
+
+    peers = [member(index) for index in range(5)]
+    for iteration in range(peers[0].num_iterations):
+        if iteration == 2:
+            restarted = member(1)
+            restarted.restore(iteration, peers[1].snapshot())
+            peers[1] = restarted
+        sent = [each.begin(iteration) for each in peers]
+        phase = 0
+        while sent[0] is not None:
+            received = np.stack(sent)
+            sent = [each.combine(iteration, phase, received, np.ones(5, bool)) for each in peers]
+            phase += 1
+    found = np.stack([each.parameters for each in peers])
+    # Without memories, they would go another way.
+    plain = Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS | {"aggregator": "NNM(TrimmedMean())"})
+    _check_same(found, Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS), plain)
+
+
+def test_a_server_remembers_what_its_simulated_twin_remembers() -> None:
+    settings = Config(algorithm="ByzPPO", **REMEMBERS).resolved()
+    federation, schedule = settings.federation(), settings.schedule()
+    server = Server(federation, schedule, KEY, as_simulated=True)
+    workers = [Worker(federation, index, KEY, as_simulated=True) for index in range(5)]
+    for iteration in range(server.num_iterations):
+        assert server.begin(iteration)
+        for exchange in range(server.exchanges):
+            received = np.stack([each.message(iteration, exchange, server.parameters) for each in workers])
+            assert server.combine(iteration, exchange, received, np.ones(5, bool))
+    plain = Config(algorithm="ByzPPO", **REMEMBERS | {"aggregator": "NNM(TrimmedMean())"})
+    _check_same(server.parameters[None], Config(algorithm="ByzPPO", **REMEMBERS), plain)
+
+
+def _check_same(found: np.ndarray, config: Config, other: Config) -> None:
+    simulated, differs = (train(each).parameters["last"][0] for each in (config, other))
+    np.testing.assert_allclose(found, simulated, rtol=1e-4, atol=1e-4)
+    assert np.max(np.abs(differs - simulated)) > 1e-3

@@ -549,7 +549,7 @@ def test_a_server_has_what_an_honest_agent_has():
 
     found = together(vectors, jnp.stack([KEY, KEY]))
     for run, rows in enumerate(vectors):
-        for (results, report), at_server in zip(found, (True, False, True), strict=True):
+        for (results, report, _), at_server in zip(found, (True, False, True), strict=True):
             options: Any = {"attackers": attackers, "vectors": rows, "at_server": at_server, "diagnose": True}
             expected, diagnostics = ask(aggregators.MultiKrum(), attack, **options)
             np.testing.assert_allclose(results[run], np.reshape(expected, (-1, D)), rtol=1e-5, atol=1e-5)
@@ -579,7 +579,7 @@ def test_rounds_that_share_code_on_gpus(num_byzantine, monkeypatch):
         return module.exchange_all(rounds)
 
     found = together(vectors, KEY[None])
-    for (results, report), (attack, at_server) in zip(found, places, strict=True):
+    for (results, report, _), (attack, at_server) in zip(found, places, strict=True):
         expected, diagnostics = module.exchange(
             rule,
             vectors[0],

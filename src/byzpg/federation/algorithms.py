@@ -6,7 +6,7 @@ from typing import Any
 
 from byzpg.federation.agents import Agent, PAGEAgent
 from byzpg.federation.ppo import PPOAgent
-from byzpg.robust.aggregators import FedPGFilter
+from byzpg.robust.aggregators import FedPGFilter, Remember
 from byzpg.robust.attacks import Attack, ByzantineSet
 from byzpg.robust.components import Component
 from byzpg.robust.rules import Rule
@@ -31,6 +31,11 @@ class Federation(Component):
     def agrees(self) -> bool:
         """Whether agents agree on parameters; a lone agent has nobody to agree with."""
         return self.agreement is not None and self.rounds > 0 and self.num_agents > 1
+
+    @property
+    def remembers(self) -> bool:
+        """Whether receivers remember what they received."""
+        return isinstance(self.aggregator, Remember) and self.num_agents > 1
 
     @property
     def num_holders(self) -> int:

@@ -30,6 +30,7 @@ from byzpg.federation.schedule import (
 )
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.rollouts import PlayAttacks
+from byzpg.robust.aggregators import Remember
 from byzpg.robust.attacks import Attack, Knowledge, MessageAttack
 from byzpg.robust.exchange import attack_key, rule_key
 from byzpg.robust.geometry import Cloud
@@ -89,6 +90,7 @@ class Peer:
         # At the beginning of the iteration, and after the last message that was sent and the last step that was taken.
         self._state = self._advanced = self.agent.initial(first[None])
         self._memory = self._longer = self.agent.initial_memory(first[None])
+        self._received = self._heard = _nothing_received(federation)  # the same of what a rule remembers of messages
         self._batch: Any = None  # what the messages of this iteration are computed from
         self._attack = attack
         self.returns, self.steps, self.ended = np.zeros(0), 0, 0  # of the last batch: also episodes that ended
@@ -116,7 +118,7 @@ class Peer:
 
     def _played(self, iteration: int) -> np.ndarray:
         large = bool(self.plan.large[iteration])
-        self._advanced, self._longer = self._state, self._memory
+        self._advanced, self._longer, self._heard = self._state, self._memory, self._received
         self._batch, sampled = self._player.sample(
             self._state, self._memory, self.index, iteration, large, self._attack
         )
@@ -141,7 +143,7 @@ class Peer:
             The vector [d] to send in the next round, or None after the last.
         """
         if phase < self.exchanges:
-            combined, weights, diameter, _ = _aggregate(
+            combined, weights, diameter, _, self._heard = _aggregate(
                 self.agent,
                 self.aggregator,
                 self.num_byzantine,
@@ -149,6 +151,7 @@ class Peer:
                 present,
                 self.index,
                 self._round_key(iteration, phase),
+                self._heard,
             )
             own, large = jnp.asarray(received[self.index])[None], bool(self.plan.large[iteration])
             self._advanced = _advance(self.agent, self._advanced, own, combined[None], large)
@@ -156,7 +159,7 @@ class Peer:
         else:
             assert self.agreement is not None
             key = rule_key(self._round_key(iteration, phase), self.index)
-            combined, weights, diameter, _ = _combine(
+            combined, weights, diameter, *_ = _combine(
                 self.agreement, self.num_byzantine, received, present, self.index, key
             )
             vector = combined[None]
@@ -166,7 +169,7 @@ class Peer:
         if phase + 1 < self.exchanges + self.rounds:
             return np.asarray(vector[0])
         self._state = self._settled(vector) if self.rounds else self._advanced
-        self._memory = self._longer
+        self._memory, self._received = self._longer, self._heard
         return None
 
     def _round_key(self, iteration: int, phase: int) -> Array:
@@ -186,23 +189,25 @@ class Peer:
 
     @property
     def snapshot_dimension(self) -> int:
-        return self.state_dimension + -(-_num_bytes(self._memory) // 4)
+        return self.state_dimension + -(-_num_bytes((self._memory, self._received)) // 4)
 
     def _vectors(self) -> list[Array]:
         return [leaf for leaf in jax.tree.leaves(self._state) if leaf.shape == (1, self.dimension)]
 
     def snapshot(self) -> np.ndarray:
-        """θ_t, θ_{t−1}, v̂_{t−1} and the optimizer's moments, one after the other, then the bytes of the memory.
+        """θ_t, θ_{t−1}, v̂_{t−1} and the optimizer's moments, one after the other, then the bytes of the memories.
 
         The memory need not be finite as numbers: it holds the states of environments and counts, too.
         """
         vectors = [np.asarray(leaf, np.float32).reshape(-1) for leaf in self._vectors()]
-        return np.concatenate([*vectors, _as_numbers(self._memory)])
+        return np.concatenate([*vectors, _as_numbers((self._memory, self._received))])
 
     def restore(self, iteration: int, snapshot: np.ndarray) -> None:
         state, memory = np.split(np.asarray(snapshot, np.float32), [self.state_dimension])
         self._state = self._advanced = self._restored(iteration, state)
-        self._memory = self._longer = _from_bytes(_shapes_of_memory(self.agent), memory.tobytes())
+        shapes = _shapes_of_memory(self.agent), self._received
+        self._memory, self._received = _from_bytes(shapes, memory.tobytes())
+        self._longer, self._heard = self._memory, self._received
 
     def _restored(self, iteration: int, vectors: np.ndarray) -> AgentState:
         """The state with other vectors; a whole number of an agent counts updates."""
@@ -240,6 +245,7 @@ class Peer:
         state = np.clip(np.concatenate(combined), low, high)
         self._state = self._advanced = self._restored(iteration, state)
         self._memory = self.agent.recalled(self._state.direction, jnp.full(1, iteration, jnp.int32))
+        self._received = jax.tree.map(jnp.zeros_like, self._received)
 
     def false_messages(self, attack: Attack, iteration: int, phase: int, truth: np.ndarray) -> list[np.ndarray]:
         """What an attacker in this place sends to each member [K].
@@ -260,7 +266,7 @@ class Peer:
 
     def warm_up(self) -> None:
         """Compile everything, so that it costs nobody a round."""
-        state, memory, returns = self._state, self._memory, self.returns
+        state, memory, received, returns = self._state, self._memory, self._received, self.returns
         all_present = np.ones(self.num_members, bool)
         sizes = {bool(large): iteration for iteration, large in reversed(list(enumerate(self.plan.large)))}
         vector = np.zeros(self.dimension, np.float32)
@@ -276,6 +282,7 @@ class Peer:
                 self.false_messages(self._attack, 0, phase, vector)
         self._state, self._advanced, self.returns = state, state, returns
         self._memory, self._longer = memory, memory
+        self._received, self._heard = received, received
         self._player.venues.clear()  # its episodes are none of the member's
 
 
@@ -425,6 +432,7 @@ class Server:
         self.plan = schedule.plan(first)
         self.dimension = len(first)
         self._state = self.agent.initial(first[None])
+        self._received = _nothing_received(federation)
         self.output = np.asarray(first)  # θ_T̂, once iteration T̂ has begun
 
     @property
@@ -448,11 +456,12 @@ class Server:
         it needs all K rows, because the mean of some of the rows is another rule.
         """
         key = self._player.exchange_key(iteration, exchange, self.num_workers)
-        combined, _, _, defined = _aggregate(
-            self.agent, self.aggregator, self.num_byzantine, received, present, None, key
+        combined, _, _, defined, heard = _aggregate(
+            self.agent, self.aggregator, self.num_byzantine, received, present, None, key, self._received
         )
         if not (defined and jnp.all(jnp.isfinite(combined))):
             return False
+        self._received = heard
         self._state = _advance(self.agent, self._state, combined[None], combined[None], True)
         return True
 
@@ -587,16 +596,35 @@ def _settle(agent: Agent, before: Array, advanced: AgentState, agreed: Array) ->
     return agent.settle(before, advanced, agreed)
 
 
+def _nothing_received(federation: Federation) -> Array | None:
+    """What a receiver remembers of all messages before the first [K, d]; None if its rule does not remember."""
+    return jnp.zeros((federation.num_agents, federation.agent.dimension)) if federation.remembers else None
+
+
 @partial(jax.jit, static_argnames=("rule", "num_byzantine"), compiler_options=QUICK_COMPILATION)
 def _combine(
-    rule: Rule, num_byzantine: int, received: Array, present: Array, own: Array | int | None, key: Array
-) -> tuple[Array, Array | None, Array, Array]:
-    """The result at one receiver, its weights, the diameter of what it received, and whether the result is defined."""
+    rule: Rule,
+    num_byzantine: int,
+    received: Array,
+    present: Array,
+    own: Array | int | None,
+    key: Array,
+    memories: Array | None = None,
+) -> tuple[Array, Array | None, Array, Array, Array | None]:
+    """The result at one receiver, its weights, the diameter of what it received, and whether the result is defined.
+
+    Last come the memories [K, d] afterwards, of a rule that remembers.
+    """
     own_row = None if own is None else jnp.asarray(own)
     cloud = Cloud.received(received, present, len(received) - num_byzantine, own_row)
-    applied = apply_at_receiver(rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=rule.has_weights)
+    if isinstance(rule, Remember) and memories is not None:
+        applied, memories = rule.recall(
+            received, memories, present=present, own=own_row, num_byzantine=num_byzantine, key=key
+        )
+    else:
+        applied = apply_at_receiver(rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=rule.has_weights)
     distances = jnp.where(jnp.isfinite(cloud.distances()), cloud.distances(), 0)
-    return applied.result, applied.weights, jnp.sqrt(jnp.max(distances)), applied.defined
+    return applied.result, applied.weights, jnp.sqrt(jnp.max(distances)), applied.defined, memories
 
 
 def _aggregate(
@@ -607,18 +635,22 @@ def _aggregate(
     present: np.ndarray,
     own: int | None,
     key: Array,
-) -> tuple[Array, Array | None, Array, Array]:
+    memories: Array | None,
+) -> tuple[Array, Array | None, Array, Array, Array | None]:
     """As `_combine`, for gradients, whose blocks are aggregated each by itself, as in the simulator; None: a server."""
     receiver, found = len(received) if own is None else own, []
-    for block, part in enumerate(agent.parts(received)):
-        of_block = agent.rule_of_block(block, rule)
-        found.append(_combine(of_block, num_byzantine, part, present, own, rule_key(block_key(key, block), receiver)))
+    remembered = [None] * len(agent.blocks) if memories is None else agent.parts(memories)
+    for block, (part, past) in enumerate(zip(agent.parts(received), remembered, strict=True)):
+        of_block, of_receiver = agent.rule_of_block(block, rule), rule_key(block_key(key, block), receiver)
+        found.append(_combine(of_block, num_byzantine, part, present, own, of_receiver, past))
     if len(found) == 1:
         return found[0]
-    parts, weights, diameters, defined = zip(*found, strict=True)
+    parts, weights, diameters, defined, kept = zip(*found, strict=True)
     known = [each for each in weights if each is not None]
     mean = jnp.mean(jnp.stack(known), axis=0) if known else None
-    return jnp.concatenate(parts), mean, jnp.linalg.norm(jnp.stack(diameters)), jnp.all(jnp.stack(defined))
+    diameter, all_defined = jnp.linalg.norm(jnp.stack(diameters)), jnp.all(jnp.stack(defined))
+    after = None if memories is None else jnp.concatenate(kept, axis=1)
+    return jnp.concatenate(parts), mean, diameter, all_defined, after
 
 
 @partial(jax.jit, static_argnames=("attack", "gradients"))

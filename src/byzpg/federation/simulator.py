@@ -37,6 +37,7 @@ from byzpg.federation.schedule import (
 )
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.rollouts import PlayAttacks
+from byzpg.robust.aggregators import Remember
 from byzpg.robust.attacks import ByzantineSet, honest_mask
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all, joined
@@ -54,6 +55,7 @@ class SimulationState:
 
     agents: AgentState
     memories: Any  # what agents keep to themselves, also those of a server [seed, agent, ...]
+    received: Array | None  # what holders of parameters remember of all messages [seed, holder, sender, d], if they do
     output: Array  # θ_T̂ [seed, holder, d], once iteration T̂ has come
     iteration: Array  # [seed]
 
@@ -220,12 +222,14 @@ def _start(seeds: Array, codes: Federations) -> States:
     initial = jax.vmap(agent.initial_parameters)(_keys(seeds, INITIAL))
 
     @cache  # federations that start alike start from the same arrays
-    def of(agent: Agent, num_holders: int, num_agents: int) -> SimulationState:
+    def of(agent: Agent, num_holders: int, num_agents: int, remembers: bool) -> SimulationState:
         agents = _split(agent.initial(jnp.repeat(initial, num_holders, axis=0)), len(seeds))
         memories = _split(agent.initial_memory(jnp.repeat(initial, num_agents, axis=0)), len(seeds))
-        return SimulationState(agents, memories, agents.parameters, jnp.zeros(len(seeds), jnp.int32))
+        shape = len(seeds), num_holders, num_agents, agent.dimension
+        received = jnp.zeros(shape) if remembers else None
+        return SimulationState(agents, memories, received, agents.parameters, jnp.zeros(len(seeds), jnp.int32))
 
-    return tuple(of(code.agent, code.num_holders, code.num_agents) for code in codes)
+    return tuple(of(code.agent, code.num_holders, code.num_agents, code.remembers) for code in codes)
 
 
 @partial(jax.jit, static_argnames=("codes", "mesh"))
@@ -315,7 +319,8 @@ def _tables(codes: Federations) -> tuple[_Table, ...]:
         kinds.setdefault(code, []).append(index)
     tables: dict[Any, list[_Kind]] = {}
     for code, members in kinds.items():
-        alike = (code.agent, code.num_agents, code.centralized, code.rounds if code.agrees else 0)
+        rounds = code.rounds if code.agrees else 0
+        alike = (code.agent, code.num_agents, code.centralized, code.remembers, rounds)
         tables.setdefault(alike, []).append(_Kind(code, tuple(members)))
     return tuple(_Table(tuple(each)) for each in tables.values())
 
@@ -714,15 +719,17 @@ def _iteration(
         digested = by.for_agents(partial(digests, True), players)
         metrics = [this.sample_metrics(sampled) for this, (_, sampled) in zip(iterations, digested, strict=True)]
 
-        def exchange(carry: list[tuple[AgentState, Any]], number: Array) -> tuple[Any, list[ExchangeMetrics]]:
+        def exchange(
+            carry: list[tuple[AgentState, Any, Array | None]], number: Array
+        ) -> tuple[Any, list[ExchangeMetrics]]:
             given = [
                 (replace(each, agents=_with_players(agents, each.keys.shape[1]), memories=memories), batch)
-                for each, (agents, memories), (batch, _) in zip(players, carry, digested, strict=True)
+                for each, (agents, memories, _), (batch, _) in zip(players, carry, digested, strict=True)
             ]
             sent = by.for_agents(partial(messages, number), given)
             at = [
-                replace(this, state=replace(this.state, agents=agents))
-                for this, (agents, _) in zip(iterations, carry, strict=True)
+                replace(this, state=replace(this.state, agents=agents, received=received))
+                for this, (agents, _, received) in zip(iterations, carry, strict=True)
             ]
             found = [
                 this.gradients(message, memories, of)
@@ -730,17 +737,18 @@ def _iteration(
             ]
             found = _aggregated(at, found, at, number, by)
             following = [
-                (this.advance(gradients, True), gradients.memories) for this, gradients in zip(at, found, strict=True)
+                (this.advance(gradients, True), gradients.memories, gradients.received)
+                for this, gradients in zip(at, found, strict=True)
             ]
             return following, [each.exchanged for each in found]
 
-        start = [(each.state.agents, each.state.memories) for each in iterations]
+        start = [(each.state.agents, each.state.memories, each.state.received) for each in iterations]
         ended, of_exchanges = lax.scan(exchange, start, jnp.arange(num_exchanges))
-        advanced = [agents for agents, _ in ended]
+        advanced = [agents for agents, _, _ in ended]
         reports = jax.tree.map(partial(jnp.mean, axis=0), of_exchanges)
         found = [
-            replace(this.gradients(agents.parameters, memories, of), exchanged=report)
-            for this, (agents, memories), of, report in zip(iterations, ended, metrics, reports, strict=True)
+            replace(this.gradients(agents.parameters, memories, of), received=received, exchanged=report)
+            for this, (agents, memories, received), of, report in zip(iterations, ended, metrics, reports, strict=True)
         ]
     outcomes = [
         this.finish(gradients, agents) for this, gradients, agents in zip(iterations, found, advanced, strict=True)
@@ -757,6 +765,7 @@ class _Gradients:
     memories: Any  # of all agents [row, agent, ...]
     own: Array  # what the players would send [row, player, d]
     aggregated: Array  # [row, holder, d]; `own` until there is an aggregate
+    received: Array | None  # what the holders remember of all messages
     sampled: SampleMetrics
     exchanged: ExchangeMetrics
 
@@ -778,13 +787,22 @@ def _aggregated(
     found = []
     for each, this, of_table in zip(iterations, gradients, blocks, strict=True):
         if of_table:
-            parts, reports = zip(*(joined([next(outcomes) for _ in block]) for block in of_table), strict=True)
-            aggregated = by.kept(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2))
+            parts, reports, kept = zip(*(joined([next(outcomes) for _ in block]) for block in of_table), strict=True)
+            aggregated = by.kept(_whole(parts))
             own = aggregated if each.table.code.centralized else this.own
+            received = this.received
+            if received is not None:
+                before = each.table.code.agent.parts(received)
+                received = by.kept(_whole([old if new is None else new for old, new in zip(before, kept, strict=True)]))
             exchanged = _exchange_metrics(each.draws.is_honest, _of_blocks(reports))
-            this = replace(this, own=own, aggregated=aggregated, exchanged=exchanged)
+            this = replace(this, own=own, aggregated=aggregated, received=received, exchanged=exchanged)
         found.append(this)
     return found
+
+
+def _whole(parts: Sequence[Array]) -> Array:
+    """Vectors [..., d] from their blocks."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def _of_blocks(reports: Sequence[Diagnostics]) -> Diagnostics:
@@ -831,7 +849,7 @@ class _Iteration:
     def gradients(self, sent: Array, memories: Any, metrics: SampleMetrics) -> _Gradients:
         """What the players send, before any message arrives. Without memories, what the agents have is as it was."""
         memories = self.state.memories if memories is None else self.by.kept(memories)
-        return _Gradients(memories, sent, sent, metrics, ExchangeMetrics.none(self.num_rows))
+        return _Gradients(memories, sent, sent, self.state.received, metrics, ExchangeMetrics.none(self.num_rows))
 
     def gradient_rounds(self, vectors: Array, exchange: Array | int) -> list[list[Round]]:
         """The rounds of messages of each block and kind, for vectors [row, agent, d]."""
@@ -853,6 +871,9 @@ class _Iteration:
             if phase == "gradients":
                 rule = federation.agent.rule_of_block(block, federation.aggregator)
             assert rule is not None
+            memories = None
+            if phase == "gradients" and isinstance(rule, Remember):
+                memories = self.table.code.agent.parts(self.state.received)[block][here]
             rounds.append(
                 Round.of(
                     rule,
@@ -865,6 +886,7 @@ class _Iteration:
                     byzantine=attackers,
                     keys=message_keys[here],
                     iteration=self.state.iteration[here],
+                    memories=memories,
                 )
             )
         return rounds
@@ -886,7 +908,7 @@ class _Iteration:
 
             def agree(parameters: Array, message_keys: Array) -> tuple[Array, tuple[Array, Array]]:
                 rounds = self.rounds("parameters", parameters, message_keys)
-                agreed, report = joined(exchange_all(rounds, self.by.receivers))
+                agreed, report, _ = joined(exchange_all(rounds, self.by.receivers))
                 return self.by.kept(agreed), (report.diameter_before, report.diameter_after)
 
             sent = _split(agents.parameters, num_rows)
@@ -903,7 +925,8 @@ class _Iteration:
             gradient_squared=_mean(self.draws.honest_players(code.num_holders), exact),
         )
         agents = self.by.kept(_split(agents, num_rows))
-        return SimulationState(agents, gradients.memories, state.output, state.iteration + 1), metrics
+        following = SimulationState(agents, gradients.memories, gradients.received, state.output, state.iteration + 1)
+        return following, metrics
 
 
 def _repeated(agent: Agent, times: int) -> Agent:

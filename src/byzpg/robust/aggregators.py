@@ -12,7 +12,7 @@ rows: four honest ones around (2, 2), and one from an attacker.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import combinations
 from math import comb
@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from byzpg.robust.components import Vectors, check_choice, check_count, check_positive
-from byzpg.robust.geometry import Cloud, dot
+from byzpg.robust.geometry import Cloud, dot, is_sound
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.order_statistics import (
     NETWORK_LIMIT,
@@ -35,7 +35,7 @@ from byzpg.robust.order_statistics import (
     sum_of_ranks,
     sum_of_smallest,
 )
-from byzpg.robust.rules import Rule, WeightedRule, apply_rule
+from byzpg.robust.rules import Applied, Rule, WeightedRule, apply_at_receiver, apply_rule
 
 __all__ = [
     "ARC",
@@ -57,6 +57,7 @@ __all__ = [
     "MoNNA",
     "MultiKrum",
     "PreAggregator",
+    "Remember",
     "TrimmedMean",
     "WeightedAggregator",
 ]
@@ -883,6 +884,11 @@ class PreAggregator(Aggregator):
 def _check_inner(wrapper: object, rule: object) -> None:
     if not isinstance(rule, Aggregator):
         raise TypeError(f"{type(wrapper).__name__} wraps an aggregator such as RFA(), got {rule!r}.")
+    if isinstance(rule, Remember):
+        raise ValueError(
+            f"{type(wrapper).__name__} cannot wrap {rule}: what is remembered is what was received. Put Remember "
+            "outside, around all other rules."
+        )
 
 
 @dataclass(frozen=True)
@@ -1060,3 +1066,75 @@ class Bucketing(PreAggregator):
         count = jnp.sum(member, axis=1, keepdims=True)
         matrix = jnp.pad(member / jnp.maximum(count, 1), ((0, 0), (0, 1)))
         return matrix, count[:, 0] > 0, jax.random.fold_in(key, 1)
+
+
+@dataclass(frozen=True)
+class Remember(PreAggregator):
+    """Receivers remember what each agent sent, and the rule sees messages and memories side by side.
+
+    A lie within the spread of the honest messages is hidden in one exchange, but not over many: honest noise averages
+    out, and a lie that is repeated does not. (SafeguardSGD, Allen-Zhu et al. 2021, drops agents by what they sent in
+    all.) A receiver's memory of an agent is r ← r + (x − r)/`exchanges` for each message x that arrives, and the rule
+    is applied to the rows (x, `weight` · r). The result is the part that belongs to the messages. In a call, where
+    nothing is remembered, this is the rule inside.
+
+    For rules that compare whole rows. Each receiver remembers K vectors.
+
+    Args:
+        rule: The rule that aggregates messages and memories.
+        exchanges: Over how many exchanges a memory is the mean, about: those of some thirty iterations. Not below 1.
+        weight: The factor of the memories. What is independent in each of n iterations is by about √(2n) smaller in the
+            memory, so that 30 is about four times as much weight as messages have.
+
+    Examples:
+        >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
+        >>> print(Remember(RFA())(rows, num_byzantine=1).round(1))
+        [2.  1.9]
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("exchanges", "weight")
+    rule: Aggregator
+    exchanges: float = 1000.0
+    weight: float = 30.0
+
+    def __post_init__(self) -> None:
+        _check_inner(self, self.rule)
+        inner = self.rule
+        while isinstance(inner, ARC | Bucketing | Clipping):
+            inner = inner.rule
+        if isinstance(inner, Mean | Median | TrimmedMean | MeaMed):
+            raise ValueError(
+                f"Remember({self.rule}) would change nothing: {inner} treats every coordinate by itself, memories as "
+                f"well as messages. Use a rule that compares whole rows, such as NNM({inner}) or RFA()."
+            )
+        if not self.exchanges >= 1:
+            raise ValueError(f"Remember: exchanges must be at least 1, got {self.exchanges}.")
+        check_positive(self, weight=self.weight)
+
+    @property
+    def differs_by_receiver(self) -> bool:
+        return True
+
+    def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
+        return jnp.eye(cloud.num_points, cloud.num_points + 1), cloud.usable, key
+
+    def recall(
+        self,
+        rows: Array,
+        memories: Array,
+        *,
+        present: Array | None,
+        own: Array | None,
+        num_byzantine: int,
+        key: Array | None,
+    ) -> tuple[Applied, Array]:
+        """Apply the rule at a receiver with memories [K, d] of the agents; return the memories afterwards, too."""
+        usable = is_sound(rows) if present is None else is_sound(rows) & present
+        memories += jnp.where(usable[:, None], rows - memories, 0) / self.exchanges
+        cloud = Cloud.received(
+            jnp.concatenate([rows, self.weight * memories], axis=1), usable, len(rows) - num_byzantine, own
+        )
+        applied = apply_at_receiver(
+            self.rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=self.rule.has_weights
+        )
+        return replace(applied, result=applied.result[: rows.shape[1]]), memories

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from byzpg.robust.aggregators import Mean
+from byzpg.robust.aggregators import Mean, Remember
 from byzpg.robust.attacks import Attack, Knowledge, NoAttack
 from byzpg.robust.components import (
     Vectors,
@@ -255,6 +255,7 @@ class Round:
     rule_numbers: tuple[Any, ...]
     attack_numbers: tuple[Any, ...]
     iteration: Array  # []
+    memories: Array | None = None  # of each receiver [receiver, K, d], for a rule that remembers
 
     @classmethod
     def of(
@@ -315,16 +316,20 @@ class Round:
         return jax.default_backend() != "cpu" and 4 * copies <= SHARED_CODE_BYTES
 
 
-def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[tuple[Array, Diagnostics]]:
+def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[tuple[Array, Diagnostics, Array | None]]:
     """Carry out rounds of messages of several runs each, inside a compiled program.
 
     Rounds with the same rule and shapes share its code, whatever the attackers send to all receivers.
 
     Returns:
-        The results [run, K, d], or [run, 1, d] at a server, and the diagnostics of each round.
+        The results [run, K, d], or [run, 1, d] at a server, the diagnostics of each round, and the memories afterwards.
     """
     groups: dict[Any, list[tuple[int, Round, Array | None]]] = {}
+    found: dict[int, tuple[Array, Diagnostics, Array | None]] = {}
     for index, each in enumerate(rounds):
+        if each.memories is not None:
+            found[index] = jax.vmap(partial(_recalled, shards=shards))(each)
+            continue
         false_rows = jax.vmap(partial(Round.false_rows, to_each=each.shares_code))(each)
         shapes = each.vectors.shape[1:], each.byzantine.shape[1:]
         if false_rows is not None:  # the attack is done
@@ -339,7 +344,6 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
         agents = replace(code, at_server=False), shapes
         if code.at_server and not code.rule.differs_by_receiver and agents in groups:
             groups[agents] += groups.pop((code, shapes))
-    found: dict[int, tuple[Array, Diagnostics]] = {}
     receive = jax.vmap(partial(_receive, diagnose=True, shards=shards))
     for (code, _), members in groups.items():
         parts = [(replace(each, code=code), false_rows) for _, each, false_rows in members]
@@ -354,9 +358,43 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
             )
             if not rounds[index].code.rule.has_weights:  # though it is a mean here
                 report = replace(report, weights=jnp.full_like(report.weights, jnp.nan))
-            found[index] = results, report
+            found[index] = results, report, None
             begin = end
     return [found[index] for index in range(len(rounds))]
+
+
+def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Array]:
+    """Apply a rule that remembers at every receiver of one run: each has memories of its own.
+
+    All devices of a mesh do the same, unless the coordinates are divided among them.
+    """
+    setting, knowledge = round_.setting, round_.knowledge
+    rule, byzantine, vectors = setting.rule, knowledge.byzantine, knowledge.vectors
+    assert isinstance(rule, Remember)
+    assert round_.memories is not None
+    false_rows = round_.false_rows(to_each=True)
+    assert false_rows is not None
+
+    def at_receiver(each: tuple[Array, Array, Array]) -> tuple[Array, Array | None, Array]:
+        receiver, memories, place = each
+        sent = false_rows[place] if false_rows.ndim == 3 else false_rows
+        rows = vectors.at[byzantine].set(jnp.where((byzantine == receiver)[:, None], vectors[byzantine], sent))
+        applied, memories = rule.recall(
+            rows,
+            memories,
+            present=None,
+            own=None if setting.at_server else receiver,
+            num_byzantine=setting.num_byzantine,
+            key=rule_key(round_.keys, receiver),
+        )
+        return applied.result, applied.weights, memories
+
+    num_agents, dimension = vectors.shape
+    receivers = jnp.asarray([num_agents]) if setting.at_server else jnp.arange(num_agents)
+    at_once = max(1, GROUP_BYTES // (16 * num_agents * dimension))
+    each = receivers, round_.memories, jnp.arange(len(receivers))
+    results, weights, memories = lax.map(at_receiver, each, batch_size=min(at_once, len(receivers)))
+    return results, _diagnostics(replace(setting, shards=shards), knowledge, results, weights), memories
 
 
 def _for_each_receiver(parts: list[tuple[Round, Array | None]]) -> list[tuple[Round, Array | None]]:
