@@ -32,6 +32,7 @@ from byzpg.robust.aggregators import (
     Median,
     MoNNA,
     MultiKrum,
+    Remember,
     TrimmedMean,
 )
 from byzpg.robust.agreement import GDA, NoAgreement, TrimmedMeanAgreement
@@ -232,6 +233,7 @@ AGGREGATORS = [
         reach=2,
         mean_at_zero=False,
     ),
+    Case(Remember(MDA()), 3, HALF, CONVEX, twin=twins.mda),  # in a call, where nothing is remembered
 ]
 
 AGREEMENTS = [

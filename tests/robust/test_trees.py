@@ -11,7 +11,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from optax.experimental import aggregating
 
-from byzpg.robust import NNM, RFA, Bucketing, Mean, TrimmedMean, aggregate, optax_aggregator
+from byzpg.robust import NNM, RFA, Bucketing, Mean, Remember, TrimmedMean, aggregate, optax_aggregator
 
 K, F = 7, 2
 RNG = np.random.default_rng(5)
@@ -148,3 +148,5 @@ def test_bad_arguments_are_refused() -> None:
         aggregate("RFA", STACKED, num_byzantine=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="num_byzantine must be a Python int"):
         optax_aggregator(RFA(), num_byzantine=1.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=re.escape("no memories of workers, so Remember(RFA()")):
+        optax_aggregator(Remember(RFA()), num_byzantine=1)

@@ -1076,7 +1076,7 @@ class Remember(PreAggregator):
     out, and a lie that is repeated does not. (SafeguardSGD, Allen-Zhu et al. 2021, drops agents by what they sent in
     all.) A receiver's memory of an agent is r ← r + (x − r)/`exchanges` for each message x that arrives, and the rule
     is applied to the rows (x, `weight` · r). The result is the part that belongs to the messages. In a call, where
-    nothing is remembered, this is the rule inside.
+    nothing is remembered, this is the rule inside; in a loop of your own, `recall` takes and returns the memories.
 
     For rules that compare whole rows. Each receiver remembers K vectors.
 
