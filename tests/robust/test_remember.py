@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import twins
 
-from byzpg.robust.aggregators import ARC, MDA, NNM, RFA, Bucketing, Mean, Median, Remember, TrimmedMean
+from byzpg.robust.aggregators import ARC, MDA, NNM, RFA, Bucketing, Mean, Median, Memories, Remember, TrimmedMean
 from byzpg.robust.attacks import ALIE, Attack, AvgZero, LargeNoise
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Round, exchange_all
@@ -20,8 +20,8 @@ RULE = Remember(NNM(TrimmedMean()), exchanges=5.0, weight=3.0)
 
 @partial(jax.jit, static_argnums=0)
 def recall(
-    rule: Remember, rows: jax.Array, memories: jax.Array, present: jax.Array | None = None
-) -> tuple[Applied, jax.Array]:
+    rule: Remember, rows: jax.Array, memories: Memories, present: jax.Array | None = None
+) -> tuple[Applied, Memories]:
     return rule.recall(rows, memories, present=present, own=None, num_byzantine=F, key=None)
 
 
@@ -29,38 +29,63 @@ def messages(seed: int, num_rounds: int, dimension: int = D) -> np.ndarray:
     return np.random.default_rng(seed).normal(1, 1, (num_rounds, K, dimension)).astype(np.float32)
 
 
-def twin(rows: np.ndarray, memories: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def twin(rows: np.ndarray, messages: np.ndarray, products: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`RULE` in float64, one agent after the other: the result, and the memories afterwards."""
-    after = np.array([memory + (row - memory) / 5 for row, memory in zip(rows, memories, strict=True)])
-    both = np.array([[*row, *(3 * memory)] for row, memory in zip(rows, after, strict=True)])
-    return twins.trimmed_mean(twins.nnm(both, F), F)[:D], after
+    typical = np.median([np.linalg.norm(row) for row in rows])
+    cut = [row * min(1, typical / np.linalg.norm(row)) for row in rows]
+    messages, products = messages.copy(), products.copy()
+    for one in range(K):
+        messages[one] += (rows[one] - messages[one]) / 5
+        for other in range(K):
+            products[one, other] += (cut[one] @ cut[other] / typical - products[one, other]) / 5
+    seen = []
+    for one in range(K):
+        correlations = products[one].copy()
+        correlations[one] = np.mean(np.delete(correlations, one))
+        seen.append([*rows[one], *(3 * messages[one]), *(3 * correlations)])
+    return twins.trimmed_mean(twins.nnm(np.array(seen), F), F)[:D], messages, products
 
 
 def test_messages_and_memories_are_aggregated_side_by_side() -> None:
-    memories, expected = jnp.zeros((K, D)), np.zeros((K, D))
+    memories, expected = Memories.none(K, D), (np.zeros((K, D)), np.zeros((K, K)))
     for rows in messages(0, 12):
         applied, memories = recall(RULE, jnp.asarray(rows), memories)
-        result, expected = twin(rows.astype(np.float64), expected)
+        result, *expected = twin(rows.astype(np.float64), *expected)
         np.testing.assert_allclose(applied.result, result, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(memories, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(memories.messages, expected[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(memories.products, expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_what_did_not_arrive_is_not_remembered() -> None:
-    rows, memories = jnp.asarray(messages(1, 1)[0]).at[3].set(jnp.nan), jnp.full((K, D), 2.0)
-    present = jnp.arange(K) != 5
+    rows = jnp.asarray(messages(1, 1)[0]).at[3].set(jnp.nan)
+    memories, present, silent = Memories(jnp.full((K, D), 2.0), jnp.full((K, K), 2.0)), jnp.arange(K) != 5, [3, 5]
     applied, after = recall(RULE, rows, memories, present)
-    np.testing.assert_array_equal(after[jnp.array([3, 5])], 2.0)
-    assert np.all(np.asarray(after[0]) != 2.0)
+    heard = np.delete(np.arange(K), silent)
+    for memory in after.messages[:, 0], after.products[0], after.products[:, 0]:
+        np.testing.assert_array_equal(memory[np.array(silent)], 2.0)
+        assert np.all(np.asarray(memory)[heard] != 2.0)
     assert applied.defined
     assert np.all(np.isfinite(applied.result))
     absent = present & (jnp.arange(K) != 6)
     assert not recall(RULE, rows, memories, absent)[0].defined
 
 
+def test_a_message_of_any_length_spoils_no_memory_of_others() -> None:
+    """Else products with it would tell honest agents apart."""
+    memories = found = Memories.none(K, D)
+    for rows in messages(7, 20):
+        long = np.copy(rows)
+        long[0] *= 1e15
+        _, memories = recall(RULE, jnp.asarray(rows), memories)
+        _, found = recall(RULE, jnp.asarray(long), found)
+    np.testing.assert_array_equal(found.messages[1:], memories.messages[1:])
+    assert np.max(np.abs(found.products)) < 10
+
+
 def test_a_small_lie_is_found_in_the_long_run_and_not_before() -> None:
     """ALIE's messages are nearer to the honest ones than these are to each other; only what is remembered is not."""
     rule = Remember(MDA(), exchanges=200.0, weight=20.0)
-    memories = jnp.zeros((K, 200))
+    memories = Memories.none(K, 200)
     trusted = []
     for rows in messages(2, 400, 200):
         honest = rows[F:]
@@ -78,13 +103,14 @@ def test_a_small_lie_is_found_in_the_long_run_and_not_before() -> None:
 def test_every_receiver_has_memories_of_its_own(attack: Attack, at_server: bool) -> None:
     """Two runs, in which two attackers send lies to others, and hold their own vectors. LargeNoise equivocates."""
     byzantine, num_receivers = np.array([2, 7]), 1 if at_server else K
-    true, remembered = messages(3, 2), np.random.default_rng(4).normal(size=(2, num_receivers, K, D))
+    true, draw = messages(3, 2), np.random.default_rng(4)
+    remembered = [draw.normal(size=(2, num_receivers, *shape)).astype(np.float32) for shape in ((K, D), (K, K))]
     code, numbers = without_numbers(RULE)
     keys = jax.random.split(jax.random.key(5), 2)
 
-    def of_run(vectors: jax.Array, key: jax.Array, memories: jax.Array | None) -> Round:
+    def of_run(vectors: jax.Array, key: jax.Array, memories: Memories) -> Round:
         return Round.of(
-            with_numbers(code, numbers) if memories is not None else Mean(),
+            with_numbers(code, numbers),
             attack,
             num_byzantine=F,
             phase="gradients",
@@ -96,7 +122,7 @@ def test_every_receiver_has_memories_of_its_own(attack: Attack, at_server: bool)
             memories=memories,
         )
 
-    rounds = [of_run(*each) for each in zip(jnp.asarray(true), keys, jnp.asarray(remembered, jnp.float32), strict=True)]
+    rounds = [of_run(*each) for each in zip(jnp.asarray(true), keys, map(Memories, *remembered), strict=True)]
     together = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *rounds)
     ((results, report, memories),) = jax.jit(lambda each: exchange_all([each]))(together)
     assert memories is not None
@@ -108,9 +134,10 @@ def test_every_receiver_has_memories_of_its_own(attack: Attack, at_server: bool)
             for number, attacker in enumerate(byzantine):
                 if at_server or attacker != place:
                     rows[attacker] = lies[place, number] if lies.ndim == 3 else lies[number]
-            expected, after = twin(rows, remembered[run, place])
+            expected, *after = twin(rows, *(each[run, place].astype(np.float64) for each in remembered))
             np.testing.assert_allclose(results[run, place], expected, rtol=1e-4, atol=1e-4)
-            np.testing.assert_allclose(memories[run, place], after, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(memories.messages[run, place], after[0], rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(memories.products[run, place], after[1], rtol=1e-4, atol=1e-4)
             honest_mean = np.delete(true[run], byzantine, axis=0).mean(axis=0)
             error = np.sum((expected - honest_mean) ** 2)
             np.testing.assert_allclose(report.error[run, place], error, rtol=1e-3, atol=1e-4)

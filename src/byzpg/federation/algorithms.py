@@ -6,10 +6,13 @@ from typing import Any
 
 from byzpg.federation.agents import Agent, PAGEAgent
 from byzpg.federation.ppo import PPOAgent
-from byzpg.robust.aggregators import FedPGFilter, Remember
+from byzpg.robust.aggregators import FedPGFilter, Memories, Remember
 from byzpg.robust.attacks import Attack, ByzantineSet
 from byzpg.robust.components import Component
 from byzpg.robust.rules import Rule
+
+# What a receiver remembers of the messages of each block of gradients; None: its rule does not remember.
+Received = tuple[Memories | None, ...]
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,15 @@ class Federation(Component):
         return self.agreement is not None and self.rounds > 0 and self.num_agents > 1
 
     @property
-    def remembers(self) -> bool:
-        """Whether receivers remember what they received."""
-        return isinstance(self.aggregator, Remember) and self.num_agents > 1
+    def remembers(self) -> tuple[bool, ...]:
+        """Whether receivers remember what they received, for each block of gradients."""
+        rules = [self.agent.rule_of_block(block, self.aggregator) for block in range(len(self.agent.blocks))]
+        return tuple(isinstance(rule, Remember) and self.num_agents > 1 for rule in rules)
+
+    def nothing_received(self) -> Received:
+        """What a receiver remembers before the first message."""
+        sizes = zip(self.agent.blocks, self.remembers, strict=True)
+        return tuple(Memories.none(self.num_agents, size) if remembers else None for size, remembers in sizes)
 
     @property
     def num_holders(self) -> int:

@@ -18,7 +18,7 @@ from jax import Array
 
 from byzpg.envs.host import HostTask
 from byzpg.federation.agents import Agent, AgentState, Sampled
-from byzpg.federation.algorithms import Federation
+from byzpg.federation.algorithms import Federation, Received
 from byzpg.federation.devices import QUICK_COMPILATION
 from byzpg.federation.schedule import (
     Schedule,
@@ -30,7 +30,7 @@ from byzpg.federation.schedule import (
 )
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.rollouts import PlayAttacks
-from byzpg.robust.aggregators import Remember
+from byzpg.robust.aggregators import Memories, Remember
 from byzpg.robust.attacks import Attack, Knowledge, MessageAttack
 from byzpg.robust.exchange import attack_key, rule_key
 from byzpg.robust.geometry import Cloud
@@ -90,7 +90,7 @@ class Peer:
         # At the beginning of the iteration, and after the last message that was sent and the last step that was taken.
         self._state = self._advanced = self.agent.initial(first[None])
         self._memory = self._longer = self.agent.initial_memory(first[None])
-        self._received = self._heard = _nothing_received(federation)  # the same of what a rule remembers of messages
+        self._received = self._heard = federation.nothing_received()  # the same of what a rule remembers of messages
         self._batch: Any = None  # what the messages of this iteration are computed from
         self._attack = attack
         self.returns, self.steps, self.ended = np.zeros(0), 0, 0  # of the last batch: also episodes that ended
@@ -432,7 +432,7 @@ class Server:
         self.plan = schedule.plan(first)
         self.dimension = len(first)
         self._state = self.agent.initial(first[None])
-        self._received = _nothing_received(federation)
+        self._received = federation.nothing_received()
         self.output = np.asarray(first)  # θ_T̂, once iteration T̂ has begun
 
     @property
@@ -596,11 +596,6 @@ def _settle(agent: Agent, before: Array, advanced: AgentState, agreed: Array) ->
     return agent.settle(before, advanced, agreed)
 
 
-def _nothing_received(federation: Federation) -> Array | None:
-    """What a receiver remembers of all messages before the first [K, d]; None if its rule does not remember."""
-    return jnp.zeros((federation.num_agents, federation.agent.dimension)) if federation.remembers else None
-
-
 @partial(jax.jit, static_argnames=("rule", "num_byzantine"), compiler_options=QUICK_COMPILATION)
 def _combine(
     rule: Rule,
@@ -609,11 +604,11 @@ def _combine(
     present: Array,
     own: Array | int | None,
     key: Array,
-    memories: Array | None = None,
-) -> tuple[Array, Array | None, Array, Array, Array | None]:
+    memories: Memories | None = None,
+) -> tuple[Array, Array | None, Array, Array, Memories | None]:
     """The result at one receiver, its weights, the diameter of what it received, and whether the result is defined.
 
-    Last come the memories [K, d] afterwards, of a rule that remembers.
+    Last come the memories afterwards, of a rule that remembers.
     """
     own_row = None if own is None else jnp.asarray(own)
     cloud = Cloud.received(received, present, len(received) - num_byzantine, own_row)
@@ -635,22 +630,20 @@ def _aggregate(
     present: np.ndarray,
     own: int | None,
     key: Array,
-    memories: Array | None,
-) -> tuple[Array, Array | None, Array, Array, Array | None]:
+    memories: Received,
+) -> tuple[Array, Array | None, Array, Array, Received]:
     """As `_combine`, for gradients, whose blocks are aggregated each by itself, as in the simulator; None: a server."""
     receiver, found = len(received) if own is None else own, []
-    remembered = [None] * len(agent.blocks) if memories is None else agent.parts(memories)
-    for block, (part, past) in enumerate(zip(agent.parts(received), remembered, strict=True)):
+    for block, (part, past) in enumerate(zip(agent.parts(received), memories, strict=True)):
         of_block, of_receiver = agent.rule_of_block(block, rule), rule_key(block_key(key, block), receiver)
         found.append(_combine(of_block, num_byzantine, part, present, own, of_receiver, past))
-    if len(found) == 1:
-        return found[0]
     parts, weights, diameters, defined, kept = zip(*found, strict=True)
+    if len(found) == 1:
+        return *found[0][:-1], kept
     known = [each for each in weights if each is not None]
     mean = jnp.mean(jnp.stack(known), axis=0) if known else None
     diameter, all_defined = jnp.linalg.norm(jnp.stack(diameters)), jnp.all(jnp.stack(defined))
-    after = None if memories is None else jnp.concatenate(kept, axis=1)
-    return jnp.concatenate(parts), mean, diameter, all_defined, after
+    return jnp.concatenate(parts), mean, diameter, all_defined, kept
 
 
 @partial(jax.jit, static_argnames=("attack", "gradients"))

@@ -11,6 +11,7 @@ On a host task, episodes are played between programs, and the rest of an iterati
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 from byzpg.envs.host import HostTask
 from byzpg.federation import devices
 from byzpg.federation.agents import Agent, AgentState, Sampled
-from byzpg.federation.algorithms import Federation
+from byzpg.federation.algorithms import Federation, Received
 from byzpg.federation.devices import BY_SEED, EVERYWHERE, QUICK_COMPILATION, ByAgent, ByCoordinate, layout, placed
 from byzpg.federation.metrics import ExchangeMetrics, Metrics, SampleMetrics
 from byzpg.federation.schedule import (
@@ -37,7 +38,6 @@ from byzpg.federation.schedule import (
 )
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.rollouts import PlayAttacks
-from byzpg.robust.aggregators import Remember
 from byzpg.robust.attacks import ByzantineSet, honest_mask
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all, joined
@@ -55,7 +55,7 @@ class SimulationState:
 
     agents: AgentState
     memories: Any  # what agents keep to themselves, also those of a server [seed, agent, ...]
-    received: Array | None  # what holders of parameters remember of all messages [seed, holder, sender, d], if they do
+    received: Received  # what holders of parameters remember of all messages [seed, holder, ...]
     output: Array  # θ_T̂ [seed, holder, d], once iteration T̂ has come
     iteration: Array  # [seed]
 
@@ -222,14 +222,16 @@ def _start(seeds: Array, codes: Federations) -> States:
     initial = jax.vmap(agent.initial_parameters)(_keys(seeds, INITIAL))
 
     @cache  # federations that start alike start from the same arrays
-    def of(agent: Agent, num_holders: int, num_agents: int, remembers: bool) -> SimulationState:
+    def of(agent: Agent, num_holders: int, num_agents: int) -> SimulationState:
         agents = _split(agent.initial(jnp.repeat(initial, num_holders, axis=0)), len(seeds))
         memories = _split(agent.initial_memory(jnp.repeat(initial, num_agents, axis=0)), len(seeds))
-        shape = len(seeds), num_holders, num_agents, agent.dimension
-        received = jnp.zeros(shape) if remembers else None
-        return SimulationState(agents, memories, received, agents.parameters, jnp.zeros(len(seeds), jnp.int32))
+        return SimulationState(agents, memories, (), agents.parameters, jnp.zeros(len(seeds), jnp.int32))
 
-    return tuple(of(code.agent, code.num_holders, code.num_agents, code.remembers) for code in codes)
+    def received(code: Federation) -> Received:
+        shape = len(seeds), code.num_holders
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*shape, *leaf.shape)), code.nothing_received())
+
+    return tuple(replace(of(code.agent, code.num_holders, code.num_agents), received=received(code)) for code in codes)
 
 
 @partial(jax.jit, static_argnames=("codes", "mesh"))
@@ -719,9 +721,7 @@ def _iteration(
         digested = by.for_agents(partial(digests, True), players)
         metrics = [this.sample_metrics(sampled) for this, (_, sampled) in zip(iterations, digested, strict=True)]
 
-        def exchange(
-            carry: list[tuple[AgentState, Any, Array | None]], number: Array
-        ) -> tuple[Any, list[ExchangeMetrics]]:
+        def exchange(carry: list[tuple[AgentState, Any, Received]], number: Array) -> tuple[Any, list[ExchangeMetrics]]:
             given = [
                 (replace(each, agents=_with_players(agents, each.keys.shape[1]), memories=memories), batch)
                 for each, (agents, memories, _), (batch, _) in zip(players, carry, digested, strict=True)
@@ -765,7 +765,7 @@ class _Gradients:
     memories: Any  # of all agents [row, agent, ...]
     own: Array  # what the players would send [row, player, d]
     aggregated: Array  # [row, holder, d]; `own` until there is an aggregate
-    received: Array | None  # what the holders remember of all messages
+    received: Received  # what the holders remember of all messages
     sampled: SampleMetrics
     exchanged: ExchangeMetrics
 
@@ -788,21 +788,12 @@ def _aggregated(
     for each, this, of_table in zip(iterations, gradients, blocks, strict=True):
         if of_table:
             parts, reports, kept = zip(*(joined([next(outcomes) for _ in block]) for block in of_table), strict=True)
-            aggregated = by.kept(_whole(parts))
+            aggregated = by.kept(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=2))
             own = aggregated if each.table.code.centralized else this.own
-            received = this.received
-            if received is not None:
-                before = each.table.code.agent.parts(received)
-                received = by.kept(_whole([old if new is None else new for old, new in zip(before, kept, strict=True)]))
             exchanged = _exchange_metrics(each.draws.is_honest, _of_blocks(reports))
-            this = replace(this, own=own, aggregated=aggregated, received=received, exchanged=exchanged)
+            this = replace(this, own=own, aggregated=aggregated, received=by.kept(kept), exchanged=exchanged)
         found.append(this)
     return found
-
-
-def _whole(parts: Sequence[Array]) -> Array:
-    """Vectors [..., d] from their blocks."""
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 def _of_blocks(reports: Sequence[Diagnostics]) -> Diagnostics:
@@ -867,13 +858,11 @@ class _Iteration:
         rounds, begin = [], 0
         for federation, attackers in zip(self.federations, self.draws.attackers, strict=True):
             here = slice(begin, begin := begin + len(attackers))
-            rule = federation.agreement
+            rule, memories = federation.agreement, None
             if phase == "gradients":
                 rule = federation.agent.rule_of_block(block, federation.aggregator)
+                memories = jax.tree.map(itemgetter(here), self.state.received[block])
             assert rule is not None
-            memories = None
-            if phase == "gradients" and isinstance(rule, Remember):
-                memories = self.table.code.agent.parts(self.state.received)[block][here]
             rounds.append(
                 Round.of(
                     rule,

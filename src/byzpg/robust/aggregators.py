@@ -54,6 +54,7 @@ __all__ = [
     "MeaMed",
     "Mean",
     "Median",
+    "Memories",
     "MoNNA",
     "MultiKrum",
     "PreAggregator",
@@ -1068,15 +1069,34 @@ class Bucketing(PreAggregator):
         return matrix, count[:, 0] > 0, jax.random.fold_in(key, 1)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Memories:
+    """What a receiver remembers of the messages of K agents, from zero."""
+
+    messages: Array  # the mean message of each agent [K, d]
+    products: Array  # the mean inner product of each two messages, in units of the typical length [K, K]
+
+    @classmethod
+    def none(cls, num_agents: int, dimension: int) -> "Memories":
+        """Nothing has been received."""
+        return cls(jnp.zeros((num_agents, dimension)), jnp.zeros((num_agents, num_agents)))
+
+
 @dataclass(frozen=True)
 class Remember(PreAggregator):
     """Receivers remember what each agent sent, and the rule sees messages and memories side by side.
 
     A lie within the spread of the honest messages is hidden in one exchange, but not over many: honest noise averages
     out, and a lie that is repeated does not. (SafeguardSGD, Allen-Zhu et al. 2021, drops agents by what they sent in
-    all.) A receiver's memory of an agent is r ← r + (x − r)/`exchanges` for each message x that arrives, and the rule
-    is applied to the rows (x, `weight` · r). The result is the part that belongs to the messages. In a call, where
-    nothing is remembered, this is the rule inside; in a loop of your own, `recall` takes and returns the memories.
+    all.) Nor is honest noise correlated between agents, unless one has computed its message from those of others.
+
+    So a receiver remembers the mean message r of each agent and the mean inner product c of each two messages, both
+    over about `exchanges` exchanges: r ← r + (x − r)/`exchanges` for each message x that arrives. Messages that are
+    longer than the median are cut to it for the products, which are in units of the median. The rule is applied to the
+    rows (x, `weight` · r, `weight` · c); an agent's product with itself is replaced by the mean of those with others.
+    The result is the part that belongs to the messages. In a call, where nothing is remembered, this is the rule
+    inside; in a loop of your own, `recall` takes and returns the memories.
 
     For rules that compare whole rows. Each receiver remembers K vectors.
 
@@ -1121,20 +1141,38 @@ class Remember(PreAggregator):
     def recall(
         self,
         rows: Array,
-        memories: Array,
+        memories: Memories,
         *,
         present: Array | None,
         own: Array | None,
         num_byzantine: int,
         key: Array | None,
-    ) -> tuple[Applied, Array]:
-        """Apply the rule at a receiver with memories [K, d] of the agents; return the memories afterwards, too."""
+    ) -> tuple[Applied, Memories]:
+        """Apply the rule at a receiver with memories; return what it remembers afterwards, too."""
         usable = is_sound(rows) if present is None else is_sound(rows) & present
-        memories += jnp.where(usable[:, None], rows - memories, 0) / self.exchanges
-        cloud = Cloud.received(
-            jnp.concatenate([rows, self.weight * memories], axis=1), usable, len(rows) - num_byzantine, own
-        )
+        memories = self._remembered(jnp.where(usable[:, None], rows, 0), usable, memories)
+        of_others = ~jnp.eye(len(rows), dtype=bool)
+        among_others = jnp.mean(memories.products, axis=1, where=of_others, keepdims=True)
+        correlations = jnp.where(of_others, memories.products, among_others)
+        seen = jnp.concatenate([rows, self.weight * memories.messages, self.weight * correlations], axis=1)
+        cloud = Cloud.received(seen, usable, len(rows) - num_byzantine, own)
         applied = apply_at_receiver(
             self.rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=self.rule.has_weights
         )
         return replace(applied, result=applied.result[: rows.shape[1]]), memories
+
+    def _remembered(self, messages: Array, usable: Array, memories: Memories) -> Memories:
+        """The memories with one message of each usable agent; the other rows are zero."""
+        lengths = jnp.sqrt(jnp.sum(jnp.square(messages), axis=1))
+        typical = jnp.nanmedian(jnp.where(usable, lengths, jnp.nan))
+        # Else one long message would decide all distances between the honest agents' products with it.
+        cut = messages * jnp.minimum(1, typical / jnp.maximum(lengths, 1e-30))[:, None]
+        products = dot(cut, cut.T) / jnp.maximum(typical, 1e-30)
+
+        def updated(old: Array, new: Array, known: Array) -> Array:
+            return old + jnp.where(known, new - old, 0) / self.exchanges
+
+        return Memories(
+            updated(memories.messages, messages, usable[:, None]),
+            updated(memories.products, products, usable[:, None] & usable),
+        )

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from byzpg.robust.aggregators import Mean, Remember
+from byzpg.robust.aggregators import Mean, Memories, Remember
 from byzpg.robust.attacks import Attack, Knowledge, NoAttack
 from byzpg.robust.components import (
     Vectors,
@@ -255,7 +255,7 @@ class Round:
     rule_numbers: tuple[Any, ...]
     attack_numbers: tuple[Any, ...]
     iteration: Array  # []
-    memories: Array | None = None  # of each receiver [receiver, K, d], for a rule that remembers
+    memories: Memories | None = None  # of each receiver [receiver, ...], for a rule that remembers
 
     @classmethod
     def of(
@@ -316,7 +316,9 @@ class Round:
         return jax.default_backend() != "cpu" and 4 * copies <= SHARED_CODE_BYTES
 
 
-def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[tuple[Array, Diagnostics, Array | None]]:
+def exchange_all(
+    rounds: Sequence[Round], shards: Shards = ONE_DEVICE
+) -> list[tuple[Array, Diagnostics, Memories | None]]:
     """Carry out rounds of messages of several runs each, inside a compiled program.
 
     Rounds with the same rule and shapes share its code, whatever the attackers send to all receivers.
@@ -325,7 +327,7 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
         The results [run, K, d], or [run, 1, d] at a server, the diagnostics of each round, and the memories afterwards.
     """
     groups: dict[Any, list[tuple[int, Round, Array | None]]] = {}
-    found: dict[int, tuple[Array, Diagnostics, Array | None]] = {}
+    found: dict[int, tuple[Array, Diagnostics, Memories | None]] = {}
     for index, each in enumerate(rounds):
         if each.memories is not None:
             found[index] = jax.vmap(partial(_recalled, shards=shards))(each)
@@ -363,7 +365,7 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
     return [found[index] for index in range(len(rounds))]
 
 
-def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Array]:
+def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Memories]:
     """Apply a rule that remembers at every receiver of one run: each has memories of its own.
 
     All devices of a mesh do the same, unless the coordinates are divided among them.
@@ -375,7 +377,7 @@ def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Array]
     false_rows = round_.false_rows(to_each=True)
     assert false_rows is not None
 
-    def at_receiver(each: tuple[Array, Array, Array]) -> tuple[Array, Array | None, Array]:
+    def at_receiver(each: tuple[Array, Memories, Array]) -> tuple[Array, Array | None, Memories]:
         receiver, memories, place = each
         sent = false_rows[place] if false_rows.ndim == 3 else false_rows
         rows = vectors.at[byzantine].set(jnp.where((byzantine == receiver)[:, None], vectors[byzantine], sent))
