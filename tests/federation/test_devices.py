@@ -56,7 +56,15 @@ TINY: dict[str, Any] = {
 }
 # 13 and 5 agents do not divide evenly among 4 devices. Messages and a rule that differ by receiver; play; a server.
 FEDERATIONS = [
-    Config(num_agents=13, num_byzantine=2, attack="LargeNoise", aggregator="RFA", agreement="GDA", rounds=2, **TINY),
+    Config(
+        num_agents=13,
+        num_byzantine=2,
+        attack="LargeNoise",
+        aggregator="Remember(RFA())",
+        agreement="GDA",
+        rounds=2,
+        **TINY,
+    ),
     Config(
         num_agents=5,
         num_byzantine=1,
@@ -273,6 +281,7 @@ WITH_CRITIC = Config(
     num_agents=5,
     num_byzantine=1,
     attack="SignFlip",
+    aggregator="Remember(NNM(TrimmedMean()))",
     hidden=(4,),
     horizon=20,
     num_seeds=1,

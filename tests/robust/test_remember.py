@@ -98,6 +98,21 @@ def test_a_small_lie_is_found_in_the_long_run_and_not_before() -> None:
     assert not any(trusted[-100:])
 
 
+def test_a_lie_that_depends_on_others_messages_is_found_even_if_nothing_repeats() -> None:
+    """Honest messages are noise alone, and so are the lies, which are nearer to them: only products tell them apart."""
+    rule = Remember(MDA(), exchanges=50.0, weight=20.0)
+    memories = Memories.none(K, 200)
+    trusted = []
+    for number in range(100):
+        rows = np.random.default_rng(number).normal(size=(K, 200)).astype(np.float32)
+        rows[:F] = -0.5 * rows[F:].mean(axis=0)
+        applied, memories = recall(rule, jnp.asarray(rows), memories)
+        assert applied.weights is not None
+        trusted.append(np.any(np.asarray(applied.weights[:F]) > 0))
+    assert all(trusted[:3])
+    assert not any(trusted[-50:])
+
+
 @pytest.mark.parametrize("at_server", [True, False])
 @pytest.mark.parametrize("attack", [ALIE(), AvgZero(), LargeNoise()])
 def test_every_receiver_has_memories_of_its_own(attack: Attack, at_server: bool) -> None:
