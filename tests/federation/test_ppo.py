@@ -382,11 +382,12 @@ def test_statistics_are_trimmed_coordinate_by_coordinate(aggregator: str) -> Non
     rows = np.zeros((13, federation.agent.dimension), np.float32)
     rows[10:, -3:] = 30.0
     present = np.ones(13, bool)
-    silent = _aggregate(federation.agent, federation.aggregator, 3, rows, present, 0, jax.random.key(0))[0]
+    rule, key, nothing = federation.aggregator, jax.random.key(0), federation.nothing_received()
+    silent = _aggregate(federation.agent, rule, 3, rows, present, 0, key, nothing)[0]
     np.testing.assert_array_equal(silent[-8:], np.zeros(8))
     rows[:10, -8] = np.linspace(-100, 100, 10)  # the mean of one feature
     rows[:10, -3:] = np.random.default_rng(0).normal(0, 0.1, (10, 3))
-    lied_to = _aggregate(federation.agent, federation.aggregator, 3, rows, present, 0, jax.random.key(0))[0]
+    lied_to = _aggregate(federation.agent, rule, 3, rows, present, 0, key, nothing)[0]
     assert np.max(np.abs(lied_to[-3:])) < 0.3
 
 

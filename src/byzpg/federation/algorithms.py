@@ -4,15 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from byzpg.federation.agents import Agent, PAGEAgent
 from byzpg.federation.ppo import PPOAgent
-from byzpg.robust.aggregators import FedPGFilter, Memories, Remember
+from byzpg.robust.aggregators import FedPGFilter
 from byzpg.robust.attacks import Attack, ByzantineSet
 from byzpg.robust.components import Component
 from byzpg.robust.rules import Rule
 
 # What a receiver remembers of the messages of each block of gradients; None: its rule does not remember.
-Received = tuple[Memories | None, ...]
+Received = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,19 @@ class Federation(Component):
         return self.agreement is not None and self.rounds > 0 and self.num_agents > 1
 
     @property
-    def remembers(self) -> tuple[bool, ...]:
-        """Whether receivers remember what they received, for each block of gradients."""
-        rules = [self.agent.rule_of_block(block, self.aggregator) for block in range(len(self.agent.blocks))]
-        return tuple(isinstance(rule, Remember) and self.num_agents > 1 for rule in rules)
+    def remembered(self) -> Any:
+        """The shapes of what a receiver remembers."""
+        leaves, structure = jax.tree.flatten(jax.eval_shape(self.nothing_received))
+        return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
     def nothing_received(self) -> Received:
-        """What a receiver remembers before the first message."""
-        sizes = zip(self.agent.blocks, self.remembers, strict=True)
-        return tuple(Memories.none(self.num_agents, size) if remembers else None for size, remembers in sizes)
+        """What a receiver remembers before the first messages; a lone agent receives none."""
+        return tuple(
+            self.agent.rule_of_block(block, self.aggregator).initial_memory(self.num_agents, size)
+            if self.num_agents > 1
+            else None
+            for block, size in enumerate(self.agent.blocks)
+        )
 
     @property
     def num_holders(self) -> int:

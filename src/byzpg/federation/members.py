@@ -30,11 +30,10 @@ from byzpg.federation.schedule import (
 )
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.rollouts import PlayAttacks
-from byzpg.robust.aggregators import Memories, Remember
 from byzpg.robust.attacks import Attack, Knowledge, MessageAttack
 from byzpg.robust.exchange import attack_key, rule_key
 from byzpg.robust.geometry import Cloud
-from byzpg.robust.rules import Rule, apply_at_receiver
+from byzpg.robust.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,8 @@ class Peer:
         # At the beginning of the iteration, and after the last message that was sent and the last step that was taken.
         self._state = self._advanced = self.agent.initial(first[None])
         self._memory = self._longer = self.agent.initial_memory(first[None])
-        self._received = self._heard = federation.nothing_received()  # the same of what a rule remembers of messages
+        # The same of what the rule remembers of messages.
+        self._nothing_received = self._received = self._heard = federation.nothing_received()
         self._batch: Any = None  # what the messages of this iteration are computed from
         self._attack = attack
         self.returns, self.steps, self.ended = np.zeros(0), 0, 0  # of the last batch: also episodes that ended
@@ -189,25 +189,24 @@ class Peer:
 
     @property
     def snapshot_dimension(self) -> int:
-        return self.state_dimension + -(-_num_bytes((self._memory, self._received)) // 4)
+        return self.state_dimension + -(-_num_bytes(self._memory) // 4)
 
     def _vectors(self) -> list[Array]:
         return [leaf for leaf in jax.tree.leaves(self._state) if leaf.shape == (1, self.dimension)]
 
     def snapshot(self) -> np.ndarray:
-        """θ_t, θ_{t−1}, v̂_{t−1} and the optimizer's moments, one after the other, then the bytes of the memories.
+        """θ_t, θ_{t−1}, v̂_{t−1} and the optimizer's moments, one after the other, then the bytes of the memory.
 
         The memory need not be finite as numbers: it holds the states of environments and counts, too.
         """
         vectors = [np.asarray(leaf, np.float32).reshape(-1) for leaf in self._vectors()]
-        return np.concatenate([*vectors, _as_numbers((self._memory, self._received))])
+        return np.concatenate([*vectors, _as_numbers(self._memory)])
 
     def restore(self, iteration: int, snapshot: np.ndarray) -> None:
         state, memory = np.split(np.asarray(snapshot, np.float32), [self.state_dimension])
         self._state = self._advanced = self._restored(iteration, state)
-        shapes = _shapes_of_memory(self.agent), self._received
-        self._memory, self._received = _from_bytes(shapes, memory.tobytes())
-        self._longer, self._heard = self._memory, self._received
+        self._memory = self._longer = _from_bytes(_shapes_of_memory(self.agent), memory.tobytes())
+        self._received = self._heard = self._nothing_received  # members and their places may have changed
 
     def _restored(self, iteration: int, vectors: np.ndarray) -> AgentState:
         """The state with other vectors; a whole number of an agent counts updates."""
@@ -245,7 +244,7 @@ class Peer:
         state = np.clip(np.concatenate(combined), low, high)
         self._state = self._advanced = self._restored(iteration, state)
         self._memory = self.agent.recalled(self._state.direction, jnp.full(1, iteration, jnp.int32))
-        self._received = jax.tree.map(jnp.zeros_like, self._received)
+        self._received = self._nothing_received
 
     def false_messages(self, attack: Attack, iteration: int, phase: int, truth: np.ndarray) -> list[np.ndarray]:
         """What an attacker in this place sends to each member [K].
@@ -456,12 +455,11 @@ class Server:
         it needs all K rows, because the mean of some of the rows is another rule.
         """
         key = self._player.exchange_key(iteration, exchange, self.num_workers)
-        combined, _, _, defined, heard = _aggregate(
+        combined, _, _, defined, self._received = _aggregate(
             self.agent, self.aggregator, self.num_byzantine, received, present, None, key, self._received
         )
         if not (defined and jnp.all(jnp.isfinite(combined))):
             return False
-        self._received = heard
         self._state = _advance(self.agent, self._state, combined[None], combined[None], True)
         return True
 
@@ -604,22 +602,17 @@ def _combine(
     present: Array,
     own: Array | int | None,
     key: Array,
-    memories: Memories | None = None,
-) -> tuple[Array, Array | None, Array, Array, Memories | None]:
+    memory: Any = None,
+) -> tuple[Array, Array | None, Array, Array, Any]:
     """The result at one receiver, its weights, the diameter of what it received, and whether the result is defined.
 
-    Last come the memories afterwards, of a rule that remembers.
+    Last comes the memory afterwards, of a rule that remembers.
     """
     own_row = None if own is None else jnp.asarray(own)
     cloud = Cloud.received(received, present, len(received) - num_byzantine, own_row)
-    if isinstance(rule, Remember) and memories is not None:
-        applied, memories = rule.recall(
-            received, memories, present=present, own=own_row, num_byzantine=num_byzantine, key=key
-        )
-    else:
-        applied = apply_at_receiver(rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=rule.has_weights)
+    applied, memory = rule.recall(received, memory, present=present, own=own_row, num_byzantine=num_byzantine, key=key)
     distances = jnp.where(jnp.isfinite(cloud.distances()), cloud.distances(), 0)
-    return applied.result, applied.weights, jnp.sqrt(jnp.max(distances)), applied.defined, memories
+    return applied.result, applied.weights, jnp.sqrt(jnp.max(distances)), applied.defined, memory
 
 
 def _aggregate(

@@ -322,7 +322,7 @@ def _tables(codes: Federations) -> tuple[_Table, ...]:
     tables: dict[Any, list[_Kind]] = {}
     for code, members in kinds.items():
         rounds = code.rounds if code.agrees else 0
-        alike = (code.agent, code.num_agents, code.centralized, code.remembers, rounds)
+        alike = (code.agent, code.num_agents, code.centralized, code.remembered, rounds)
         tables.setdefault(alike, []).append(_Kind(code, tuple(members)))
     return tuple(_Table(tuple(each)) for each in tables.values())
 

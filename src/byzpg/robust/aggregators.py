@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from byzpg.robust.components import Vectors, check_choice, check_count, check_positive
+from byzpg.robust.components import Vectors, check_choice, check_count, check_finite, check_positive
 from byzpg.robust.geometry import Cloud, dot, is_sound
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.order_statistics import (
@@ -35,7 +35,7 @@ from byzpg.robust.order_statistics import (
     sum_of_ranks,
     sum_of_smallest,
 )
-from byzpg.robust.rules import Applied, Rule, WeightedRule, apply_at_receiver, apply_rule
+from byzpg.robust.rules import Applied, Rule, WeightedRule, apply_rule
 
 __all__ = [
     "ARC",
@@ -885,10 +885,10 @@ class PreAggregator(Aggregator):
 def _check_inner(wrapper: object, rule: object) -> None:
     if not isinstance(rule, Aggregator):
         raise TypeError(f"{type(wrapper).__name__} wraps an aggregator such as RFA(), got {rule!r}.")
-    if isinstance(rule, Remember):
+    if rule.initial_memory(2, 1) is not None:
         raise ValueError(
-            f"{type(wrapper).__name__} cannot wrap {rule}: what is remembered is what was received. Put Remember "
-            "outside, around all other rules."
+            f"{type(wrapper).__name__} cannot wrap {rule}: what is remembered is what was received. Put it outside, "
+            "around all other rules."
         )
 
 
@@ -1072,15 +1072,10 @@ class Bucketing(PreAggregator):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Memories:
-    """What a receiver remembers of the messages of K agents, from zero."""
+    """What a receiver remembers of K agents' messages, each cut to the median length of those that came with it."""
 
     messages: Array  # the mean message of each agent [K, d]
-    products: Array  # the mean inner product of each two messages, in units of the typical length [K, K]
-
-    @classmethod
-    def none(cls, num_agents: int, dimension: int) -> "Memories":
-        """Nothing has been received."""
-        return cls(jnp.zeros((num_agents, dimension)), jnp.zeros((num_agents, num_agents)))
+    products: Array  # the mean inner product of each two messages, over that length [K, K]
 
 
 @dataclass(frozen=True)
@@ -1089,22 +1084,25 @@ class Remember(PreAggregator):
 
     A lie within the spread of the honest messages is hidden in one exchange, but not over many: honest noise averages
     out, and a lie that is repeated does not. (SafeguardSGD, Allen-Zhu et al. 2021, drops agents by what they sent in
-    all.) Nor is honest noise correlated between agents, unless one has computed its message from those of others.
+    all.) Nor does honest noise depend on others' messages, as most lies do.
 
-    So a receiver remembers the mean message r of each agent and the mean inner product c of each two messages, both
-    over about `exchanges` exchanges: r ← r + (x − r)/`exchanges` for each message x that arrives. Messages that are
-    longer than the median are cut to it for the products, which are in units of the median. The rule is applied to the
-    rows (x, `weight` · r, `weight` · c); an agent's product with itself is replaced by the mean of those with others.
-    The result is the part that belongs to the messages. In a call, where nothing is remembered, this is the rule
-    inside; in a loop of your own, `recall` takes and returns the memories.
+    So a receiver remembers the mean message r of each agent and the mean inner product of each two messages, both over
+    about `exchanges` exchanges: r ← r + (x − r)/`exchanges` for each message x that arrives. For both, messages that
+    are longer than the median are cut to it; the products are in units of the median. The rule is applied to the rows
+    (x, `weight` · r, `weight` · c), where c are the agent's products with others in order of size, without the f
+    smallest and the f largest: f attackers choose the products with their own messages. The result is the part that
+    belongs to the messages. In a call, where nothing is remembered, this is the rule inside; in a loop of your own,
+    `initial_memory` and `recall` give and take the memories.
 
-    For rules that compare whole rows. Each receiver remembers K vectors.
+    For agents that all estimate the same gradient, and for rules that compare whole rows and have no lengths of their
+    own. Each receiver remembers K vectors.
 
     Args:
         rule: The rule that aggregates messages and memories.
-        exchanges: Over how many exchanges a memory is the mean, about: those of some thirty iterations. Not below 1.
+        exchanges: Over how many exchanges a memory is the mean, about; not below 1. For agents with a critic, 1000 are
+            those of some thirty iterations, and for others, 1000 iterations.
         weight: The factor of the memories. What is independent in each of n iterations is by about √(2n) smaller in the
-            memory, so that 30 is about four times as much weight as messages have.
+            memory, so that 30 gives thirty iterations about four times as much weight as messages have.
 
     Examples:
         >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
@@ -1119,53 +1117,55 @@ class Remember(PreAggregator):
 
     def __post_init__(self) -> None:
         _check_inner(self, self.rule)
-        inner = self.rule
-        while isinstance(inner, ARC | Bucketing | Clipping):
-            inner = inner.rule
-        if isinstance(inner, Mean | Median | TrimmedMean | MeaMed):
+        rules = [self.rule]
+        while isinstance(rules[-1], PreAggregator):
+            rules.append(rules[-1].rule)
+        if isinstance(rules[-1], Mean | Median | TrimmedMean | MeaMed) and not any(isinstance(r, NNM) for r in rules):
             raise ValueError(
-                f"Remember({self.rule}) would change nothing: {inner} treats every coordinate by itself, memories as "
-                f"well as messages. Use a rule that compares whole rows, such as NNM({inner}) or RFA()."
+                f"Remember({self.rule}) would not use memories: {rules[-1]} treats every coordinate by itself. Use a "
+                f"rule that compares whole rows, such as NNM({rules[-1]}) or RFA()."
             )
+        for rule in rules:
+            if isinstance(rule, Clipping | CenteredClipping) or (isinstance(rule, FedPGFilter) and rule.radius):
+                raise ValueError(
+                    f"Remember({self.rule}) would compare {rule}'s length with messages and memories together. Use a "
+                    "rule that is told no length, such as NNM(TrimmedMean()) or RFA()."
+                )
+        check_finite(self, exchanges=self.exchanges, weight=self.weight)
         if not self.exchanges >= 1:
             raise ValueError(f"Remember: exchanges must be at least 1, got {self.exchanges}.")
         check_positive(self, weight=self.weight)
 
-    @property
-    def differs_by_receiver(self) -> bool:
-        return True
-
     def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         return jnp.eye(cloud.num_points, cloud.num_points + 1), cloud.usable, key
+
+    def initial_memory(self, num_agents: int, dimension: int) -> Memories:
+        return Memories(jnp.zeros((num_agents, dimension)), jnp.zeros((num_agents, num_agents)))
 
     def recall(
         self,
         rows: Array,
-        memories: Memories,
+        memory: Memories,
         *,
         present: Array | None,
         own: Array | None,
         num_byzantine: int,
         key: Array | None,
     ) -> tuple[Applied, Memories]:
-        """Apply the rule at a receiver with memories; return what it remembers afterwards, too."""
         usable = is_sound(rows) if present is None else is_sound(rows) & present
-        memories = self._remembered(jnp.where(usable[:, None], rows, 0), usable, memories)
-        of_others = ~jnp.eye(len(rows), dtype=bool)
-        among_others = jnp.mean(memories.products, axis=1, where=of_others, keepdims=True)
-        correlations = jnp.where(of_others, memories.products, among_others)
-        seen = jnp.concatenate([rows, self.weight * memories.messages, self.weight * correlations], axis=1)
-        cloud = Cloud.received(seen, usable, len(rows) - num_byzantine, own)
-        applied = apply_at_receiver(
-            self.rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=self.rule.has_weights
-        )
-        return replace(applied, result=applied.result[: rows.shape[1]]), memories
+        memory = self._updated(memory, jnp.where(usable[:, None], rows, 0), usable)
+        num_others = len(rows) - 1
+        others = jnp.sort(jnp.where(jnp.eye(len(rows), dtype=bool), jnp.inf, memory.products), axis=1)
+        correlations = others[:, num_byzantine : num_others - num_byzantine]
+        seen = jnp.concatenate([rows, self.weight * memory.messages, self.weight * correlations], axis=1)
+        applied, _ = self.rule.recall(seen, None, present=usable, own=own, num_byzantine=num_byzantine, key=key)
+        return replace(applied, result=applied.result[: rows.shape[1]]), memory
 
-    def _remembered(self, messages: Array, usable: Array, memories: Memories) -> Memories:
-        """The memories with one message of each usable agent; the other rows are zero."""
+    def _updated(self, memory: Memories, messages: Array, usable: Array) -> Memories:
+        """The memory with one more message of each usable agent; the other rows are zero."""
         lengths = jnp.sqrt(jnp.sum(jnp.square(messages), axis=1))
         typical = jnp.nanmedian(jnp.where(usable, lengths, jnp.nan))
-        # Else one long message would decide all distances between the honest agents' products with it.
+        # Else one long message would be remembered for as long as it is long, and decide others' products with it.
         cut = messages * jnp.minimum(1, typical / jnp.maximum(lengths, 1e-30))[:, None]
         products = dot(cut, cut.T) / jnp.maximum(typical, 1e-30)
 
@@ -1173,6 +1173,6 @@ class Remember(PreAggregator):
             return old + jnp.where(known, new - old, 0) / self.exchanges
 
         return Memories(
-            updated(memories.messages, messages, usable[:, None]),
-            updated(memories.products, products, usable[:, None] & usable),
+            updated(memory.messages, cut, usable[:, None]),
+            updated(memory.products, products, usable[:, None] & usable),
         )

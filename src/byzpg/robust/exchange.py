@@ -3,7 +3,8 @@
 Rows that all receivers hold are multiplied once. Messages that attackers sent to one receiver alone are multiplied for
 that receiver. This is done for a group of receivers at a time, so the K × b × d such messages never exist at once.
 Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows, and messages
-are multiplied once for neighbouring receivers that get the same, if the attack says so.
+are multiplied once for neighbouring receivers that get the same, if the attack says so. Receivers that remember hold
+different rows anyway: each multiplies its own.
 
 A receiver's own row is always its true vector, at Byzantine agents too: they send false messages to others, but keep
 an honest state.
@@ -20,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from byzpg.robust.aggregators import Mean, Memories, Remember
+from byzpg.robust.aggregators import Mean
 from byzpg.robust.attacks import Attack, Knowledge, NoAttack
 from byzpg.robust.components import (
     Vectors,
@@ -255,7 +256,7 @@ class Round:
     rule_numbers: tuple[Any, ...]
     attack_numbers: tuple[Any, ...]
     iteration: Array  # []
-    memories: Memories | None = None  # of each receiver [receiver, ...], for a rule that remembers
+    memories: Any = None  # of each receiver [receiver, ...], for a rule that remembers
 
     @classmethod
     def of(
@@ -316,9 +317,7 @@ class Round:
         return jax.default_backend() != "cpu" and 4 * copies <= SHARED_CODE_BYTES
 
 
-def exchange_all(
-    rounds: Sequence[Round], shards: Shards = ONE_DEVICE
-) -> list[tuple[Array, Diagnostics, Memories | None]]:
+def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[tuple[Array, Diagnostics, Any]]:
     """Carry out rounds of messages of several runs each, inside a compiled program.
 
     Rounds with the same rule and shapes share its code, whatever the attackers send to all receivers.
@@ -327,7 +326,7 @@ def exchange_all(
         The results [run, K, d], or [run, 1, d] at a server, the diagnostics of each round, and the memories afterwards.
     """
     groups: dict[Any, list[tuple[int, Round, Array | None]]] = {}
-    found: dict[int, tuple[Array, Diagnostics, Memories | None]] = {}
+    found: dict[int, tuple[Array, Diagnostics, Any]] = {}
     for index, each in enumerate(rounds):
         if each.memories is not None:
             found[index] = jax.vmap(partial(_recalled, shards=shards))(each)
@@ -365,19 +364,17 @@ def exchange_all(
     return [found[index] for index in range(len(rounds))]
 
 
-def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Memories]:
+def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Any]:
     """Apply a rule that remembers at every receiver of one run: each has memories of its own.
 
     All devices of a mesh do the same, unless the coordinates are divided among them.
     """
     setting, knowledge = round_.setting, round_.knowledge
     rule, byzantine, vectors = setting.rule, knowledge.byzantine, knowledge.vectors
-    assert isinstance(rule, Remember)
-    assert round_.memories is not None
     false_rows = round_.false_rows(to_each=True)
     assert false_rows is not None
 
-    def at_receiver(each: tuple[Array, Memories, Array]) -> tuple[Array, Array | None, Memories]:
+    def at_receiver(each: tuple[Array, Any, Array]) -> tuple[Array, Array | None, Any]:
         receiver, memories, place = each
         sent = false_rows[place] if false_rows.ndim == 3 else false_rows
         rows = vectors.at[byzantine].set(jnp.where((byzantine == receiver)[:, None], vectors[byzantine], sent))

@@ -100,6 +100,25 @@ class Rule(Component, ABC):
         """Whether the rule is a weighted mean of the rows."""
         return type(self).coefficients is not Rule.coefficients
 
+    def initial_memory(self, num_agents: int, dimension: int) -> Any:
+        """Return what a receiver of gradients remembers before the first messages: arrays, or None if nothing ever."""
+        return None
+
+    def recall(
+        self,
+        rows: Array,
+        memory: Any,
+        *,
+        present: Array | None,
+        own: Array | None,
+        num_byzantine: int,
+        key: Array | None,
+    ) -> "tuple[Applied, Any]":
+        """Apply the rule to the rows [K, d] at a receiver with a memory; return the memory afterwards, too."""
+        cloud = Cloud.received(rows, present, len(rows) - num_byzantine, own)
+        weighted = self.has_weights
+        return apply_at_receiver(self, cloud, num_byzantine=num_byzantine, key=key, with_weights=weighted), memory
+
 
 class WeightedRule(Rule):
     """A rule whose result is a weighted mean of the points, with weights that follow from the Gram matrix alone."""

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from byzpg.robust.aggregators import Remember
 from byzpg.robust.components import Vectors, check_num_byzantine
 from byzpg.robust.rules import Rule, apply_rule
 
@@ -154,10 +153,10 @@ def optax_aggregator(rule: Rule | type[Rule], *, num_byzantine: int, seed: int =
 
     check_num_byzantine(num_byzantine)
     made = _instance(rule)
-    if isinstance(made, Remember):
+    if made.initial_memory(1, 1) is not None:
         raise ValueError(
-            f"optax keeps no memories of workers, so {made} would be {made.rule}: use that, or call Remember.recall in "
-            "a loop of your own."
+            f"optax keeps no memories of workers, which {made} needs: use another rule, or call its recall in a loop "
+            "of your own."
         )
 
     def init(params: Tree) -> OptaxState:
