@@ -32,6 +32,7 @@ TINY = Config(
     num_byzantine=1,
     attack="LargeNoise",
     byzantine_set="RotatingSet",
+    aggregator="Remember(RFA(), exchanges=4, weight=5)",
     rounds=1,
     num_seeds=2,
     hidden=(4,),

@@ -73,7 +73,14 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     "noisy": {"num_agents": 5, "attack": "LargeNoise"},
     "noisy, no agreement": {"num_agents": 5, "attack": "LargeNoise", "agreement": "NoAgreement"},
     "server": {"algorithm": "ByzPG", "num_agents": 5, "attack": "AvgZero", "rounds": None, "momentum": 0.3},
-    "careful": {"num_agents": 5, "attack": "RandomAction", "gate": 0.5, "step_size": 0.01},
+    "careful": {
+        "num_agents": 5,
+        "attack": "RandomAction",
+        "gate": 0.5,
+        "step_size": 0.01,
+        "aggregator": "Remember(RFA(), exchanges=4, weight=5)",
+    },
+    "remembers": {"num_agents": 5, "attack": "LargeNoise", "aggregator": "Remember(RFA(), exchanges=2, weight=1)"},
 }
 BATCHES = [LARGE, SMALL, SMALL, LARGE, SMALL]
 
