@@ -26,7 +26,7 @@ from byzpg.learning.advantages import PPO
 from byzpg.learning.gradients import GPOMDP, REINFORCE, Correction, Estimator, HessianVector, ImportanceWeights
 from byzpg.learning.policies import Gaussian, Policy, policy_for
 from byzpg.networks import Network
-from byzpg.robust.aggregators import NNM, RFA, Aggregator, Bucketing, Mean, TrimmedMean
+from byzpg.robust.aggregators import CAF, NNM, RFA, Aggregator, Bucketing, Mean, Remember, TrimmedMean
 from byzpg.robust.agreement import MDA, Agreement, NoAgreement
 from byzpg.robust.attacks import Attack, ByzantineSet, NoAttack
 from byzpg.robust.components import Component, is_own, nearest, plain_name, trying, unknown
@@ -222,12 +222,12 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
     **dict.fromkeys(MUJOCO_TASKS, MUJOCO),
     "HalfCheetah-v4": MUJOCO
     | {
-        "steps": 102_400,
+        "steps": 30_720,
+        "aggregator": Remember(CAF()),
         "momentum": 0.9,
+        "adam_epsilon": 1e-3,
         "discount": 0.98,
-        "ppo": replace(
-            MUJOCO["ppo"], environments=4, segment=64, epochs=8, minibatches=4, largest_kl=0.03, **HALF_CHEETAH
-        ),
+        "ppo": replace(MUJOCO["ppo"], segment=128, epochs=8, minibatches=4, largest_kl=0.1, **HALF_CHEETAH),
     },
     "Hopper-v4": MUJOCO | {"discount": 0.995, "ppo": replace(MUJOCO["ppo"], initial_log_std=-1.0)},
 }
@@ -276,6 +276,7 @@ PPO_ALONE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(MUJOCO_TASKS, MUJOCO_ALONE),
     "HalfCheetah-v4": {
         "step_size": 5e-4,
+        "adam_epsilon": 1e-5,
         "decay": 0.9,
         "ppo": replace(MUJOCO_ALONE["ppo"], segment=256, epochs=20, minibatches=16, **HALF_CHEETAH),
     },
