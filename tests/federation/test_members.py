@@ -199,18 +199,9 @@ REMEMBERS: dict[str, Any] = {
 
 
 def test_peers_remember_what_their_simulated_twins_remember() -> None:
-    """One of them restarts between two iterations."""
     settings = Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS).resolved()
-
-    def member(index: int) -> Peer:
-        return Peer(settings.federation(), settings.schedule(), index, KEY, as_simulated=True)
-
-    peers = [member(index) for index in range(5)]
+    peers = [Peer(settings.federation(), settings.schedule(), index, KEY, as_simulated=True) for index in range(5)]
     for iteration in range(peers[0].num_iterations):
-        if iteration == 2:
-            restarted = member(1)
-            restarted.restore(iteration, peers[1].snapshot())
-            peers[1] = restarted
         sent = [each.begin(iteration) for each in peers]
         phase = 0
         while sent[0] is not None:
@@ -221,6 +212,36 @@ def test_peers_remember_what_their_simulated_twins_remember() -> None:
     # Without memories, they would go another way.
     plain = Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS | {"aggregator": "NNM(TrimmedMean())"})
     _check_same(found, Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS), plain)
+
+
+def test_a_member_that_restarts_among_others_than_before_begins_its_memory_anew() -> None:
+    """What it remembered is of members that may have left, and its length is another."""
+
+    def member(num_agents: int) -> Peer:
+        options = REMEMBERS | {"num_agents": num_agents}
+        settings = Config(algorithm="DecByzPPO", rounds=1, **options).resolved()
+        return Peer(settings.federation(), settings.schedule(), 1, KEY, as_simulated=True)
+
+    before, after = member(5), member(6)
+    draw = np.random.default_rng(0)
+    message = before.begin(0)
+    assert message is not None
+    before.combine(0, 0, draw.normal(size=(5, len(message))).astype(np.float32), np.ones(5, bool))
+    assert after.snapshot_dimension == before.snapshot_dimension
+    state = before.snapshot()
+    again, new = member(6), member(6)
+    for each in (after, new):
+        each.begin(0)
+    # `after` has heard others in another federation, and restarts; `new` has heard nobody.
+    after.combine(0, 0, 100 * draw.normal(size=(6, len(message))).astype(np.float32), np.ones(6, bool))
+    for each in (after, again, new):
+        each.restore(0, state)
+        each.begin(0)
+    received = draw.normal(size=(6, len(message))).astype(np.float32)
+    received[1] = again.begin(0)
+    found = [each.combine(0, 0, received, np.ones(6, bool)) for each in (after, again, new)]
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[2], found[1])
 
 
 def test_a_server_remembers_what_its_simulated_twin_remembers() -> None:
