@@ -257,7 +257,7 @@ def test_presets_of_mujoco_differ_by_task_and_alone_ones_inherit_nothing_from_a_
     assert preset("HalfCheetah", "DecByzPPO") == (0.98, 0.9, 0.1, -2, (2, 128, 8, 4))
     assert preset("Hopper", "DecByzPPO") == (0.995, 0.95, None, -1, (2, 512, 10, 8))
     assert preset("Walker2d", "DecByzPPO") == (0.99, 0.95, None, 0, (2, 512, 10, 8))
-    assert preset("HalfCheetah", "PPO") == (0.98, 0, None, -2, (4, 256, 20, 16))
+    assert preset("HalfCheetah", "PPO") == (0.98, 0, None, -2, (1, 512, 20, 8))
     for task in ("Hopper", "Walker2d"):
         assert preset(task, "PPO") == (0.99, 0, None, 0, (4, 512, 10, 32))
 

@@ -278,7 +278,7 @@ PPO_ALONE: dict[str, dict[str, Any]] = {
         "step_size": 5e-4,
         "adam_epsilon": 1e-5,
         "decay": 0.9,
-        "ppo": replace(MUJOCO_ALONE["ppo"], segment=256, epochs=20, minibatches=16, **HALF_CHEETAH),
+        "ppo": replace(MUJOCO_ALONE["ppo"], environments=1, epochs=20, minibatches=8, **HALF_CHEETAH),
     },
 }
 
