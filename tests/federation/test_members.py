@@ -196,13 +196,14 @@ REMEMBERS: dict[str, Any] = {
     "aggregator": "Remember(NNM(TrimmedMean()), exchanges=4, weight=5)",
     "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=1, normalize_observations=True)",
 }
+FORGETS: dict[str, Any] = REMEMBERS | {"aggregator": "NNM(TrimmedMean())"}
 
 
 def test_peers_remember_what_their_simulated_twins_remember() -> None:
     settings = Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS).resolved()
     peers = [Peer(settings.federation(), settings.schedule(), index, KEY, as_simulated=True) for index in range(5)]
     for iteration in range(peers[0].num_iterations):
-        sent = [each.begin(iteration) for each in peers]
+        sent: list[Any] = [each.begin(iteration) for each in peers]
         phase = 0
         while sent[0] is not None:
             received = np.stack(sent)
@@ -210,7 +211,7 @@ def test_peers_remember_what_their_simulated_twins_remember() -> None:
             phase += 1
     found = np.stack([each.parameters for each in peers])
     # Without memories, they would go another way.
-    plain = Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS | {"aggregator": "NNM(TrimmedMean())"})
+    plain = Config(algorithm="DecByzPPO", rounds=1, **FORGETS)
     _check_same(found, Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS), plain)
 
 
@@ -218,7 +219,7 @@ def test_a_member_that_restarts_among_others_than_before_begins_its_memory_anew(
     """What it remembered is of members that may have left, and its length is another."""
 
     def member(num_agents: int) -> Peer:
-        options = REMEMBERS | {"num_agents": num_agents}
+        options: dict[str, Any] = REMEMBERS | {"num_agents": num_agents}
         settings = Config(algorithm="DecByzPPO", rounds=1, **options).resolved()
         return Peer(settings.federation(), settings.schedule(), 1, KEY, as_simulated=True)
 
@@ -254,7 +255,7 @@ def test_a_server_remembers_what_its_simulated_twin_remembers() -> None:
         for exchange in range(server.exchanges):
             received = np.stack([each.message(iteration, exchange, server.parameters) for each in workers])
             assert server.combine(iteration, exchange, received, np.ones(5, bool))
-    plain = Config(algorithm="ByzPPO", **REMEMBERS | {"aggregator": "NNM(TrimmedMean())"})
+    plain = Config(algorithm="ByzPPO", **FORGETS)
     _check_same(server.parameters[None], Config(algorithm="ByzPPO", **REMEMBERS), plain)
 
 
