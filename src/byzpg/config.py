@@ -157,7 +157,7 @@ PRESETS_UNSCALED: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-# MuJoCo's tasks: the best of a few settings with one tuning seed or two, under AvgZero (HalfCheetah: and RandomAction).
+# MuJoCo's tasks: the best of a few settings with one tuning seed or two, under AvgZero and, for HalfCheetah, others.
 MUJOCO_TASKS = ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4")
 MUJOCO: dict[str, Any] = {
     "steps": 307_200,
