@@ -148,5 +148,5 @@ def test_bad_arguments_are_refused() -> None:
         aggregate("RFA", STACKED, num_byzantine=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="num_byzantine must be a Python int"):
         optax_aggregator(RFA(), num_byzantine=1.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=re.escape("no memories of workers, so Remember(RFA()")):
+    with pytest.raises(ValueError, match=re.escape("no memories of workers, which Remember(RFA()) needs")):
         optax_aggregator(Remember(RFA()), num_byzantine=1)

@@ -1107,7 +1107,7 @@ class Remember(PreAggregator):
     Examples:
         >>> rows = jnp.array([[1.0, 1], [2, 2], [3, 2], [2, 3], [90, -90]])  # the last row is an attacker's
         >>> print(Remember(RFA())(rows, num_byzantine=1).round(1))
-        [2.  1.9]
+        [2. 2.]
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("exchanges", "weight")
