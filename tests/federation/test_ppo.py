@@ -15,6 +15,7 @@ import pytest
 
 from byzpg import Config, load, resume, train
 from byzpg.federation.agents import AgentState
+from byzpg.federation.algorithms import Federation
 from byzpg.federation.members import Peer, Worker, _aggregate, seeded_key
 from byzpg.federation.ppo import Batch, Memory, Played, PPOAgent
 from byzpg.federation.schedule import ITERATIONS, block_key, exchange_key, play_stream, round_stream, stream_key
@@ -734,6 +735,18 @@ def test_blocks_of_a_host_run_go_on_in_one_venue() -> None:
     apart = episodes([[LARGE]] * 3, False)
     assert np.all(apart.memories.environments.elapsed <= 8)
     assert np.any(whole.memories.environments.elapsed > 8)
+
+
+def test_the_tables_of_a_host_run_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the shapes of what receivers remember, which are traced."""
+    options: dict[str, Any] = TINY | {"env": "gymnasium:CartPole-v1", "aggregator": "Remember(RFA())"}
+    simulation = simulation_of(Config(**options).resolved())
+    asked, shapes = [], Federation.nothing_received
+    monkeypatch.setattr(Federation, "nothing_received", lambda self: asked.append(self) or shapes(self))
+    states = simulation.start()
+    asked.clear()
+    simulation.run(states, [LARGE] * 3, 0, only_large=True)
+    assert len(asked) <= 1
 
 
 def test_federations_of_one_program_do_what_they_do_alone(tmp_path: Path) -> None:

@@ -315,6 +315,7 @@ class _Table:
         return rows[: num_seeds * every : every]
 
 
+@cache  # on a host task, it is asked outside compiled programs, in every iteration
 def _tables(codes: Federations) -> tuple[_Table, ...]:
     kinds: dict[Federation, list[int]] = {}
     for index, code in enumerate(codes):
