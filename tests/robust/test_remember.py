@@ -1,7 +1,9 @@
 """Receivers that remember what each agent sent."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +16,21 @@ from byzpg.robust.aggregators import (
     MDA,
     NNM,
     RFA,
+    Aggregator,
     Bucketing,
     CenteredClipping,
     Clipping,
     Mean,
     Median,
     Memories,
+    PreAggregator,
     Remember,
     TrimmedMean,
 )
 from byzpg.robust.attacks import ALIE, Attack, AvgZero, LargeNoise
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Round, exchange_all
+from byzpg.robust.geometry import Cloud
 from byzpg.robust.rules import Applied
 
 K, F, D = 9, 2, 6
@@ -207,6 +212,28 @@ def test_a_call_remembers_nothing() -> None:
         np.testing.assert_allclose(Remember(rule)(rows, num_byzantine=F), expected, rtol=1e-5, atol=1e-5)
     weights = RFA().weights(rows, num_byzantine=F)
     np.testing.assert_allclose(Remember(RFA()).weights(rows, num_byzantine=F), weights, rtol=1e-4, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Outside(PreAggregator):
+    """It leaves everything to the rule inside, memories too."""
+
+    rule: Aggregator
+
+    def points(self, cloud: Cloud, num_byzantine: int, key: jax.Array | None) -> Any:
+        return jnp.eye(cloud.num_points, cloud.num_points + 1), cloud.usable, key
+
+    def initial_memory(self, num_agents: int, dimension: int) -> Any:
+        return self.rule.initial_memory(num_agents, dimension)
+
+
+def test_a_rule_says_whether_it_remembers() -> None:
+    for rule in RFA(), NNM(TrimmedMean()), Outside(RFA()), NNM(Outside(RFA())):
+        assert not rule.remembers
+    for rule in RULE, Outside(RULE), Outside(Outside(RULE)):
+        assert rule.remembers
+        with pytest.raises(ValueError, match="Put it outside"):
+            NNM(rule)
 
 
 @pytest.mark.parametrize(

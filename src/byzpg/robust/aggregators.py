@@ -885,7 +885,7 @@ class PreAggregator(Aggregator):
 def _check_inner(wrapper: object, rule: object) -> None:
     if not isinstance(rule, Aggregator):
         raise TypeError(f"{type(wrapper).__name__} wraps an aggregator such as RFA(), got {rule!r}.")
-    if rule.initial_memory(2, 1) is not None:
+    if rule.remembers:
         raise ValueError(
             f"{type(wrapper).__name__} cannot wrap {rule}: what is remembered is what was received. Put it outside, "
             "around all other rules."

@@ -104,6 +104,11 @@ class Rule(Component, ABC):
         """Return what a receiver of gradients remembers before the first messages: arrays, or None if nothing ever."""
         return None
 
+    @property
+    def remembers(self) -> bool:
+        """Whether receivers have a memory."""
+        return self.initial_memory(2, 1) is not None  # a wrapper may leave it to the rule inside
+
     def recall(
         self,
         rows: Array,

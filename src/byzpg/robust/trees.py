@@ -153,7 +153,7 @@ def optax_aggregator(rule: Rule | type[Rule], *, num_byzantine: int, seed: int =
 
     check_num_byzantine(num_byzantine)
     made = _instance(rule)
-    if made.initial_memory(1, 1) is not None:
+    if made.remembers:
         raise ValueError(
             f"optax keeps no memories of workers, which {made} needs: use another rule, or call its recall in a loop "
             "of your own."
