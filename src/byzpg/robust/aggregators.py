@@ -1126,7 +1126,8 @@ class Remember(PreAggregator):
                 f"rule that compares whole rows, such as NNM({rules[-1]}) or RFA()."
             )
         for rule in rules:
-            if isinstance(rule, Clipping | CenteredClipping) or (isinstance(rule, FedPGFilter) and rule.radius):
+            told = isinstance(rule, FedPGFilter) and (rule.radius or rule.fallback_radius)
+            if told or isinstance(rule, Clipping | CenteredClipping):
                 raise ValueError(
                     f"Remember({self.rule}) would compare {rule}'s length with messages and memories together. Use a "
                     "rule that is told no length, such as NNM(TrimmedMean()) or RFA()."
