@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import twins
 
+from byzpg.robust import exchange as module
 from byzpg.robust.aggregators import (
     ARC,
     MDA,
@@ -162,10 +163,18 @@ def test_a_lie_that_depends_on_others_messages_is_found_even_if_nothing_repeats(
 
 
 @pytest.mark.parametrize("at_server", [True, False])
-@pytest.mark.parametrize("attack", [ALIE(), AvgZero(), LargeNoise()])
-def test_every_receiver_has_memories_of_its_own(attack: Attack, at_server: bool) -> None:
-    """Two runs, in which two attackers send lies to others, and hold their own vectors. LargeNoise equivocates."""
+@pytest.mark.parametrize(("attack", "at_once"), [(ALIE(), K), (AvgZero(), 4), (LargeNoise(), 2)])
+def test_every_receiver_has_memories_of_its_own(
+    attack: Attack, at_once: int, at_server: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs, in which two attackers send lies to others, and hold their own vectors. LargeNoise equivocates.
+
+    Receivers of a run are served in groups, as the memory of a CPU has it.
+    """
     byzantine, num_receivers = np.array([2, 7]), 1 if at_server else K
+    sizes, in_groups = [], jax.lax.map
+    monkeypatch.setattr(jax.lax, "map", lambda *given, **size: sizes.append(size) or in_groups(*given, **size))
+    monkeypatch.setattr(module, "GROUP_BYTES_ON_CPU", at_once * 16 * K * D)
     true, draw = messages(3, 2), np.random.default_rng(4)
     remembered = [draw.normal(size=(2, num_receivers, *shape)).astype(np.float32) for shape in ((K, D), (K, K))]
     code, numbers = without_numbers(RULE)
@@ -189,6 +198,7 @@ def test_every_receiver_has_memories_of_its_own(attack: Attack, at_server: bool)
     together = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *rounds)
     ((results, report, memories),) = jax.jit(lambda each: exchange_all([each]))(together)
     assert memories is not None
+    assert sizes == [{"batch_size": min(at_once, num_receivers)}]
     for run, round_ in enumerate(rounds):
         lies = round_.false_rows(to_each=True)
         assert lies is not None

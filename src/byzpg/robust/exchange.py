@@ -390,9 +390,9 @@ def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Any]:
 
     num_agents, dimension = vectors.shape
     receivers = jnp.asarray([num_agents]) if setting.at_server else jnp.arange(num_agents)
-    at_once = max(1, GROUP_BYTES // (16 * num_agents * dimension))
+    at_once = min(_num_fitting(16 * num_agents * dimension), len(receivers))
     each = receivers, round_.memories, jnp.arange(len(receivers))
-    results, weights, memories = lax.map(at_receiver, each, batch_size=min(at_once, len(receivers)))
+    results, weights, memories = lax.map(at_receiver, each, batch_size=at_once)
     return results, _diagnostics(replace(setting, shards=shards), knowledge, results, weights), memories
 
 
@@ -546,10 +546,15 @@ class _Messages:
         # Its false messages, and its inner products and distances, each held twice.
         own = message * (2 * num_attackers * self.equivocal + 2) + 24 * (num_agents + num_attackers) ** 2
         copies = 0 if setting.rule.has_weights else 2 * num_agents * message
-        fit = GROUP_BYTES // (own + copies)
-        if jax.default_backend() == "cpu":
-            fit = min(fit, max(2, GROUP_BYTES_ON_CPU // (own + copies)))
-        return max(1, fit)
+        return _num_fitting(own + copies)
+
+
+def _num_fitting(receiver_bytes: int) -> int:
+    """Return how many receivers fit into memory at once, if each takes so many bytes."""
+    fit = GROUP_BYTES // receiver_bytes
+    if jax.default_backend() == "cpu":
+        fit = min(fit, max(2, GROUP_BYTES_ON_CPU // receiver_bytes))
+    return max(1, fit)
 
 
 def _place_among(num_agents: int, byzantine: Array) -> Array:
