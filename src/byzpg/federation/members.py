@@ -33,7 +33,7 @@ from byzpg.learning.rollouts import PlayAttacks
 from byzpg.robust.attacks import Attack, Knowledge, MessageAttack
 from byzpg.robust.exchange import attack_key, rule_key
 from byzpg.robust.geometry import Cloud
-from byzpg.robust.rules import Rule
+from byzpg.robust.rules import Rule, apply_at_receiver
 
 
 @dataclass(frozen=True)
@@ -610,7 +610,11 @@ def _combine(
     """
     own_row = None if own is None else jnp.asarray(own)
     cloud = Cloud.received(received, present, len(received) - num_byzantine, own_row)
-    applied, memory = rule.recall(received, memory, present=present, own=own_row, num_byzantine=num_byzantine, key=key)
+    to_rule: dict[str, Any] = {"num_byzantine": num_byzantine, "key": key}
+    if memory is None:
+        applied = apply_at_receiver(rule, cloud, **to_rule, with_weights=rule.has_weights)
+    else:
+        applied, memory = rule.recall(received, memory, present=present, own=own_row, **to_rule)
     distances = jnp.where(jnp.isfinite(cloud.distances()), cloud.distances(), 0)
     return applied.result, applied.weights, jnp.sqrt(jnp.max(distances)), applied.defined, memory
 
