@@ -25,6 +25,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=2000)
     parser.add_argument("--episodes", type=int, default=100, help="of the deployed policy; 0: none")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this directory; if they are there, go on with them")
     parser.add_argument("--against", choices=["rejax"])
     arguments = parser.parse_args()
     if arguments.against:
@@ -93,10 +95,13 @@ def main() -> None:
         cells = {"nobody": shared}
     level, published = LEVELS[arguments.task]
     level = level if arguments.level is None else arguments.level
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() if arguments.keep is None else nullcontext(arguments.keep) as folder:
         paths = {attack: Path(folder) / attack for attack in cells}
         for attack, config in cells.items():
-            RunDirectory.create(paths[attack], config.resolved())
+            if not paths[attack].exists():
+                RunDirectory.create(paths[attack], config.resolved())
+            elif RunDirectory.open(paths[attack]).settings() != config.resolved():
+                parser.error(f"{paths[attack]} is a run with other options; name another directory, or remove it.")
         training.resume_all(list(paths.values()), say)
         print(f"| attack | {level:g} at | end | worst seed | drawn | greedy |\n|---|---:|---:|---:|---:|---:|")
         for attack, path in paths.items():

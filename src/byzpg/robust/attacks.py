@@ -443,6 +443,10 @@ class ALIE(MessageAttack):
         return knowledge.same_for_all(knowledge.mean() - z * knowledge.deviation())
 
 
+# What a search over factors may take while it tries several at once.
+BYTES_TRIED_AT_ONCE = 2**28
+
+
 @dataclass(frozen=True)
 class _LineSearch(MessageAttack):
     """Attackers send the honest mean + t × a step, with the factor t that does the rule in use most harm.
@@ -473,19 +477,27 @@ class _LineSearch(MessageAttack):
         rule = knowledge.rule
         if rule is None:
             raise ValueError(f"{self} searches against the rule in use: Knowledge needs a rule.")
-        mean, step = knowledge.mean(), self.step(knowledge)
+        mean, step, honest = knowledge.mean(), self.step(knowledge), knowledge.is_honest
         victim = knowledge.honest[0]
+        # Every message lies on the line through x̄ and x̄ + the step, so inner products with these serve for all factors.
+        ends = jnp.where(honest[:, None], knowledge.vectors, mean + step)
+        majority = knowledge.num_agents - knowledge.num_byzantine
+        cloud = Cloud.received(ends, None, majority, victim)
+        itself = jnp.eye(knowledge.num_agents, knowledge.num_agents + 1, dtype=mean.dtype)
+        as_mean = jnp.append(honest, False) / jnp.asarray(knowledge.num_honest, mean.dtype)
 
         def damage(factor: Array) -> Array:
-            received = knowledge.vectors.at[knowledge.byzantine].set(mean + factor * step)
-            majority = knowledge.num_agents - knowledge.num_byzantine
-            cloud = Cloud.received(received, None, majority, victim)
-            result = rule.combine(cloud, knowledge.num_byzantine, jax.random.fold_in(knowledge.key, 0))
+            points = jnp.where(honest[:, None], itself, factor * itself + (1 - factor) * as_mean)
+            received = cloud.mixed(points, cloud.usable, victim)
+            result = rule.combine(received, knowledge.num_byzantine, jax.random.fold_in(knowledge.key, 0))
             return self.harm(result, mean)
 
         sizes = self.largest / 2.0 ** jnp.arange(self.candidates, dtype=mean.dtype)
         factors = jnp.concatenate([-sizes, sizes])
-        harm = lax.map(damage, factors)
+        # A GPU tries as many at once as fit. On a CPU, that takes no less time, and more to compile.
+        tried = mean.nbytes * (1 if rule.has_weights else 2 * knowledge.num_agents)
+        at_once = None if jax.default_backend() == "cpu" else max(1, BYTES_TRIED_AT_ONCE // tried)
+        harm = lax.map(damage, factors, batch_size=at_once)
         best = factors[jnp.argmax(jnp.where(jnp.isfinite(harm), harm, -1))]
         return knowledge.same_for_all(mean + best * step)
 
