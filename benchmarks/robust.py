@@ -5,6 +5,7 @@
     python benchmarks/robust.py --sizes 5x50         # a quick check
     python benchmarks/robust.py --sizes 50x100000 --without-naive    # baseline (b) alone: not minutes for each rule
     python benchmarks/robust.py --costs              # the rules of `byzpg audit --aggregator all`, by size
+    python benchmarks/robust.py --attacks            # what attackers add to an exchange in which nobody attacks
     python benchmarks/robust.py --against            # side by side with ByzFL and ByzPy: pip install '.[against]'
 
 Baselines: (a) the naive NumPy twin of each rule (benchmarks/references/twins.py), called once per receiver; (b) the
@@ -78,6 +79,15 @@ RULES: dict[str, tuple[aggregators.Aggregator | agreement.Agreement, Callable | 
     "agreement.GDA": (agreement.GDA(), lambda x, f: twins.agree_gda(x, 0, f)),
     "agreement.TrimmedMean": (agreement.TrimmedMeanAgreement(), lambda x, f: twins.agree_trimmed_mean(x, 0, f)),
 }
+# At a server, `--attacks`.
+COSTED = (
+    attacks.SignFlip(),
+    attacks.LargeNoise(),
+    attacks.AvgZero(),
+    attacks.ALIE(),
+    attacks.Normalized(),
+    attacks.OptimalALIE(),
+)
 # At a million parameters a run takes 10 s or more: only the main rules, each in its own process to measure its memory.
 LARGE_RULES = ["Krum", "MultiKrum", "RFA", "MDA", "agreement.MDA", "agreement.GDA", "Median", "TrimmedMean"]
 
@@ -127,12 +137,17 @@ def matrix_products_ms(rows: np.ndarray, num_byzantine: int) -> float:
 
 
 def exchange_ms(
-    rule: aggregators.Aggregator | agreement.Agreement, rows: np.ndarray, num_byzantine: int, *, at_server: bool = False
+    rule: aggregators.Aggregator | agreement.Agreement,
+    rows: np.ndarray,
+    num_byzantine: int,
+    *,
+    at_server: bool = False,
+    attack: attacks.Attack = ATTACK,
 ) -> float:
     """The time of one exchange under attack, at all receivers or at a server."""
     num_agents, on_device, key = len(rows), jnp.asarray(rows), jax.random.key(0)
     attackers = jnp.arange(num_agents - num_byzantine, num_agents)
-    options = {"attack": ATTACK, "num_byzantine": num_byzantine, "key": key, "at_server": at_server}
+    options = {"attack": attack, "num_byzantine": num_byzantine, "key": key, "at_server": at_server}
 
     def run() -> jax.Array:
         return exchange(rule, on_device, byzantine=attackers, **options)[0]
@@ -190,6 +205,22 @@ def costs(sizes: list[tuple[int, ...]]) -> None:
             both = [exchange_ms(rule, rows, num_byzantine, at_server=at_server) for at_server in (True, False)]
             cells.append(" / ".join(f"{float(f'{each:.2g}'):g}" for each in both))
         print(f"| `{name.replace('()', '')}` | {' | '.join(cells)} |", flush=True)
+
+
+def attack_costs(sizes: list[tuple[int, ...]]) -> None:
+    """What attackers add to one exchange with CAF at a server. Baseline: nobody attacks."""
+    print("\nMilliseconds of one exchange with CAF at a server, and of the exchange in which nobody attacks:\n")
+    print(f"| attack | {' | '.join(f'K = {num_agents}, d = {dimension:,}' for num_agents, dimension in sizes)} |")
+    print("|---|" + "---:|" * len(sizes), flush=True)
+    nobody: list[float] = []
+    for attack in (attacks.NoAttack(), *COSTED):
+        times = [
+            exchange_ms(aggregators.CAF(), vectors(*size), (size[0] - 1) // 4, at_server=True, attack=attack)
+            for size in sizes
+        ]
+        nobody = nobody or times
+        cells = [f"{each:.3g} ({each / baseline:.1f}×)" for each, baseline in zip(times, nobody, strict=True)]
+        print(f"| {attack} | {' | '.join(cells)} |", flush=True)
 
 
 def large_table(num_agents: int, dimension: int) -> None:
@@ -333,6 +364,7 @@ def main() -> None:
     parser.add_argument("--one", choices=list(RULES), help="measure this rule alone at the first size: ms, f, peak GiB")
     parser.add_argument("--without-naive", action="store_true", help="leave out baseline (a)")
     parser.add_argument("--costs", action="store_true", help="compare the rules of the audit's leaderboard instead")
+    parser.add_argument("--attacks", action="store_true", help="compare attacks with an exchange without any instead")
     parser.add_argument("--against", action="store_true", help="compare with ByzFL and ByzPy instead")
     arguments = parser.parse_args()
     sizes = [tuple(int(part) for part in size.split("x")) for size in arguments.sizes]
@@ -344,6 +376,9 @@ def main() -> None:
     )
     if arguments.costs:
         costs(sizes)
+        return
+    if arguments.attacks:
+        attack_costs([(13, 4_996), (13, 72_000)])
         return
     if arguments.against:
         for size in AGAINST_SIZES:

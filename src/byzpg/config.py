@@ -222,7 +222,7 @@ PPO_BY_TASK: dict[str, dict[str, Any]] = {
     **dict.fromkeys(MUJOCO_TASKS, MUJOCO),
     "HalfCheetah-v4": MUJOCO
     | {
-        "steps": 256_000,
+        "steps": 204_800,
         "aggregator": Remember(CAF()),
         "step_size": 3e-3,
         "momentum": 0.9,

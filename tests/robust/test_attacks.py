@@ -300,6 +300,20 @@ def test_normalized_is_optimized_against_the_rule_in_use(rule, twin):
         close(false_messages(knowledge, ALL_AGENTS)[0], np.tile(expected, (len(ATTACKERS), 1)), 1e-4)
 
 
+@pytest.mark.parametrize("rule", [aggregators.CAF(), aggregators.Median()], ids=str)
+def test_a_search_on_a_gpu_tries_several_factors_at_once_and_finds_the_same(rule, monkeypatch):
+    knowledge, attack = known(0, rule), attacks.Normalized(candidates=4)
+    one_by_one = jax.jit(attack.false_messages)(knowledge, ALL_AGENTS)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    tried = knowledge.vectors[0].nbytes * (1 if rule.has_weights else 2 * len(knowledge.vectors))
+    for at_once, groups in ((3, [2]), (100, [])):  # two groups of three and two more factors; all eight
+        monkeypatch.setattr(attacks, "BYTES_TRIED_AT_ONCE", at_once * tried)
+        traced = jax.make_jaxpr(lambda known: attack.false_messages(known, ALL_AGENTS))(knowledge)
+        lengths = [each.params["length"] for each in traced.eqns if each.primitive.name == "scan"]
+        assert lengths == groups
+        close(jax.jit(lambda known: attack.false_messages(known, ALL_AGENTS))(knowledge), one_by_one, 1e-5)
+
+
 def cosines(attack, rule, dimension=50) -> np.ndarray:
     """How well the result of the rule keeps the direction of the honest mean, in ten rounds.
 

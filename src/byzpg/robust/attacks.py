@@ -33,7 +33,7 @@ from byzpg.robust.components import (
     is_own,
     trying,
 )
-from byzpg.robust.geometry import Cloud, dot, squared_distances, stored
+from byzpg.robust.geometry import Cloud, dot, squared_distances, stored, sum_of_rows
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.rules import SAMPLE_DIMENSION, Rule
 
@@ -134,12 +134,12 @@ class Knowledge:
 
     def mean(self) -> Array:
         """Return the mean [d] of the honest vectors."""
-        return jnp.sum(jnp.where(self.is_honest[:, None], self.vectors, 0), axis=0) / self.num_honest
+        return sum_of_rows(jnp.where(self.is_honest[:, None], self.vectors, 0)) / self.num_honest
 
     def deviation(self) -> Array:
         """Return the standard deviation [d] of the honest vectors in each coordinate."""
         square = jnp.where(self.is_honest[:, None], jnp.square(self.vectors - self.mean()), 0)
-        return jnp.sqrt(jnp.sum(square, axis=0) / self.num_honest)
+        return jnp.sqrt(sum_of_rows(square) / self.num_honest)
 
     def honest_around_mean(self) -> Array:
         """Return the honest vectors [K − b, d] minus their mean."""
