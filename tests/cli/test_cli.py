@@ -405,6 +405,7 @@ def test_play_tells_the_returns_before_it_writes_files(run: Path, tmp_path: Path
     assert "taken" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["gymnasium", "pygame"])
 def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path: Path) -> None:
     (tmp_path / "shim").mkdir()
@@ -526,6 +527,7 @@ def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here)
         assert "default: None" not in help_text, name
 
 
+@pytest.mark.slow
 def test_output_needs_no_utf_8_and_no_reader(tmp_path: Path) -> None:
     plain = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = byzpg("list", folder=tmp_path, **plain)

@@ -458,6 +458,7 @@ def test_peers_without_a_server_agree_on_a_continuous_task_of_envpool() -> None:
     assert np.all(run.metrics["environment_steps"][run.large] == 5 * 8 * 40)
 
 
+@pytest.mark.slow
 def test_skipped_entries_and_the_output() -> None:
     settings = PENDULUM.resolved()
     simulation = Simulation((settings.federation(),), settings.seeds)

@@ -205,7 +205,8 @@ def test_agents_that_step_alone_send_how_far_that_led() -> None:
     np.testing.assert_allclose(moved.parameters, state.parameters + 2 * change, rtol=1e-6)
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
 def test_histories_last_from_one_message_to_the_next(every: int) -> None:
     """m_t/(1 − β^t) by hand, of the gradients that an agent without momentum would send or take a step along."""
     options = f"PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every={every}, entropy=0.01)"
@@ -280,7 +281,8 @@ def networks_and_statistics(agent: PPOAgent, parameters: Any) -> tuple[np.ndarra
     return np.asarray(parameters)[..., :-size], np.asarray(parameters)[..., -size:]
 
 
-@pytest.mark.parametrize("env", [pytest.param("CartPole-v1", marks=pytest.mark.slow), "Pendulum-v1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_what_is_deployed_does_with_observations_what_the_policy_does_with_normalized_ones(env: str) -> None:
     agent = agent_of(ppo=NORMALIZED, env=env)
     rng, size = np.random.default_rng(0), agent.policy.observation_size
@@ -576,6 +578,7 @@ def test_a_peer_restarts_in_the_middle_of_its_episodes(optimizer: str, ppo: str)
     assert np.any(restarted.begin(2) != whole.begin(2)), "new episodes lead to another message"
 
 
+@pytest.mark.slow
 def test_an_agent_that_lost_its_memory_takes_steps_as_small_as_the_others() -> None:
     options = "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"
     agent = agent_of(optimizer="local-adam", decay=0.9, momentum=0.5, ppo=options)
@@ -760,17 +763,9 @@ def test_blocks_of_a_host_run_go_on_in_one_venue() -> None:
     assert np.any(whole.memories.environments.elapsed > 8)
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "peers": TINY,
-    "faster": TINY | {"step_size": 0.02, "momentum": 0.5},
-    "mean": PLAIN,
-    "server": SERVED,
-}
-
-
-@pytest.mark.parametrize("names", [["peers", "server"], pytest.param(list(VARIANTS), marks=pytest.mark.slow)])
-def test_federations_of_one_program_do_what_they_do_alone(names: list[str], tmp_path: Path) -> None:
-    variants = {name: VARIANTS[name] for name in names}
+@pytest.mark.slow
+def test_federations_of_one_program_do_what_they_do_alone(tmp_path: Path) -> None:
+    variants = {"peers": TINY, "server": SERVED, "faster": TINY | {"step_size": 0.02, "momentum": 0.5}, "mean": PLAIN}
     paths = [tmp_path / name for name in variants]
     for path, options in zip(paths, variants.values(), strict=True):
         RunDirectory.create(path, Config(**options).resolved())

@@ -254,7 +254,7 @@ def test_honest_members_learn_beside_an_attacker_unless_they_just_average(
     ("attack", "reason"),
     [
         ("garbage", "malformed"),
-        ("oversized", "oversized"),
+        pytest.param("oversized", "oversized", marks=pytest.mark.slow),
         pytest.param("slow", None, marks=pytest.mark.slow),
         ("NonFinite", "non-finite"),
         pytest.param("Silent", None, marks=pytest.mark.slow),

@@ -183,7 +183,6 @@ FEW_OF_THE_LAW = (
     (aggregators.Median(), attacks.Silent(), "gradients"),
     (aggregators.TrimmedMean(), attacks.LargeNoise(target="parameters"), "gradients"),
     (aggregators.NNM(aggregators.Median()), SPLIT, "parameters"),
-    (BUCKETS, SPLIT, "gradients"),
     (drawn(), attacks.IPM(), "gradients"),
     (agreement.GDA(), attacks.Dissensus(), "parameters"),
     (agreement.TrimmedMeanAgreement(), HalfSilent(), "parameters"),

@@ -156,7 +156,7 @@ def test_a_lie_that_depends_on_others_messages_is_found_even_if_nothing_repeats(
     np.testing.assert_array_equal(weights[-50:, :F], 0)
 
 
-@pytest.mark.parametrize("at_server", [True, False])
+@pytest.mark.parametrize("at_server", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("attack", slow_except([LargeNoise()], [ALIE(), AvgZero(), LargeNoise()]))
 def test_every_receiver_has_memories_of_its_own(attack: Attack, at_server: bool) -> None:
     """Two runs, in which two attackers send lies to others, and hold their own vectors. LargeNoise equivocates."""
