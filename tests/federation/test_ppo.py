@@ -341,6 +341,7 @@ def test_the_first_iteration_measures_and_later_ones_follow(every: int) -> None:
     np.testing.assert_allclose(new[1] - old[1], 0.1 * (batch.statistics - old[1]), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_observations_of_any_scale_leave_the_parameters_finite() -> None:
     agent = agent_of(ppo=NORMALIZED, activation="relu")
     state, memory, played, _ = a_batch(agent, 2)
@@ -610,6 +611,7 @@ def test_a_peer_that_fell_behind_continues_with_the_others_state(every: int) -> 
     assert np.all(np.isfinite(late.begin(2)))
 
 
+@pytest.mark.slow
 def test_an_attacker_lies_block_by_block_as_in_the_simulator() -> None:
     member = peers()[1]
     truth = np.arange(member.dimension, dtype=np.float32)
