@@ -110,6 +110,7 @@ def test_the_file_of_an_import_is_found() -> None:
     assert "training" in imported_modules(SOURCES / "__init__.py")
 
 
+@pytest.mark.slow
 def test_no_public_function_hides_a_module() -> None:
     program = """
 import importlib, pkgutil, types, byzpg
@@ -156,6 +157,7 @@ def test_the_command_line_starts_without_what_only_some_commands_need() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_sixty_four_bits_keep_the_type_of_the_input() -> None:
     """With JAX's x64 mode on, float32 stays float32, and float64 is computed in float64."""
     program = """

@@ -254,7 +254,12 @@ def test_presets_of_mujoco_differ_by_task_and_alone_ones_inherit_nothing_from_a_
         numbers = found.discount, found.momentum, ppo.largest_kl, ppo.initial_log_std
         return *numbers, (ppo.environments, ppo.segment, ppo.epochs, ppo.minibatches)
 
-    assert preset("HalfCheetah", "DecByzPPO") == (0.98, 0.9, 0.1, -2, (2, 128, 8, 4))
+    assert preset("HalfCheetah", "DecByzPPO") == (0.98, 0.9, 0.1, -2, (2, 256, 8, 4))
+    networks = {
+        algorithm: Config(env="envpool:HalfCheetah-v4", algorithm=algorithm).resolved().hidden
+        for algorithm in ("DecByzPPO", "PPO")
+    }
+    assert networks == {"DecByzPPO": (256, 256), "PPO": (64, 64)}
     assert preset("Hopper", "DecByzPPO") == (0.995, 0.95, None, -1, (2, 512, 10, 8))
     assert preset("Walker2d", "DecByzPPO") == (0.99, 0.95, None, 0, (2, 512, 10, 8))
     assert preset("HalfCheetah", "PPO") == (0.98, 0, None, -2, (1, 512, 20, 8))

@@ -16,6 +16,7 @@ PAGE = (ROOT / "docs" / "tutorials" / "five-minutes.md").read_text()
 SLOW_FROM = "## Measure the rule"  # from here on, the commands take long
 
 
+@pytest.mark.slow
 def test_a_module_is_trained_stopped_resumed_and_played_by_name(tmp_path: Path) -> None:
     follow(PAGE.partition(SLOW_FROM)[0], tmp_path)
     assert (tmp_path / "runs" / "docking" / "curves.png").exists()

@@ -58,7 +58,7 @@ def prepare(folder: Path, tests: str) -> None:
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_hanging_test_is_ended_and_named_with_all_it_started(workers: int, tmp_path: Path) -> None:
     prepare(tmp_path, HANGING)
     noted, path = tmp_path / "noted", f"{os.environ['PATH']}:/usr/sbin"
@@ -110,6 +110,7 @@ def test_that_fails(never_ends):
 """
 
 
+@pytest.mark.slow
 def test_a_failing_test_may_not_hang_in_its_teardown(tmp_path: Path) -> None:
     prepare(tmp_path, TEARDOWN.replace("import conftest", "import sys\nconftest = sys.modules['conftest']"))
     done = subprocess.run([sys.executable, "-m", "pytest", "-n0"], cwd=tmp_path, capture_output=True, text=True)

@@ -96,6 +96,7 @@ def test_a_table_has_the_metrics_of_the_run() -> None:
     np.testing.assert_allclose(of_second["return_mean"], run.returns[1, :done])
 
 
+@pytest.mark.slow
 def test_what_a_callback_raises_ends_the_run_and_nothing_is_lost(tmp_path: Path) -> None:
     path, seen = tmp_path / "run", []
 

@@ -14,6 +14,7 @@ import pytest
 from onnxruntime import InferenceSession
 from own_networks import Twin
 from safetensors.numpy import load_file
+from tiers import slow_except
 
 from byzpg import Config, load, train
 from byzpg._registry import parse
@@ -88,7 +89,7 @@ TRAINED = {
 }
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=slow_except(["a server, no critic, JAX"], TRAINED))
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What a federation trains with the built-in network and with its twin, which is kept in a directory."""
     options = SHORT | TRAINED[request.param]

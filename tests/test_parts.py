@@ -245,6 +245,7 @@ def test_attacks_of_a_live_member_know_its_own_vector_alone() -> None:
         parse_attack("own_parts:reversed_mean")
 
 
+@pytest.mark.slow
 def test_the_command_line_finds_modules_here_and_asks_elsewhere(folder: Path) -> None:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
 

@@ -70,7 +70,8 @@ def config() -> Config:
         gone = timetable.output_iterations < timetable.iterations(2 * BLOCK)
         return bool(np.all(come & gone)) and 2 * BLOCK < timetable.num_entries < 3 * BLOCK
 
-    return next(each for seed in range(1000) if suits(timetable_of(each := replace(TINY, seed=seed))))
+    # None of the seeds before does.
+    return next(each for seed in range(229, 1000) if suits(timetable_of(each := replace(TINY, seed=seed))))
 
 
 @pytest.fixture(scope="module")
@@ -452,6 +453,7 @@ def test_an_extended_run_is_one_long_run_to_the_bit(probability: float, config: 
     assert_extended(byzpg.resume(tmp_path, trajectories=120), extended, runs[2])
 
 
+@pytest.mark.slow
 def test_an_extension_that_stops_anywhere_is_the_same(
     config: Config, run: Run, folder: Path, long_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ class Secretly(RewardFlip):
     poisons_play: ClassVar[bool] = False
 
 
-def test_attacks() -> None:
+def test_an_attack_that_declares_nothing() -> None:
     with pytest.raises(ContractError) as caught:
         check_attack(Undeclared(), num_agents=7, num_attackers=2)
     for problem in (
@@ -104,6 +104,10 @@ def test_attacks() -> None:
         "- uses_rule: gradients depend",
     ):
         assert f"\n{problem}" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_attacks_that_do_not_keep_their_word() -> None:
     with pytest.raises(ContractError, match=r"\n- play: its episodes are poisoned, and poisons_play is False"):
         check_attack(Secretly(), num_agents=7, num_attackers=2)
     with pytest.raises(ContractError, match=r"\n- receivers: receivers of one audience get different gradients"):
@@ -134,6 +138,7 @@ class Broken(CartPole):
         return after._replace(position=mean), jnp.where(mean != 0, jnp.inf, reward), ended
 
 
+@pytest.mark.slow
 def test_environments() -> None:
     assert str(check_environment(CartPole(), steps=20)) == "CartPole-v1: 6 of 6 checks passed."
     with pytest.raises(ContractError) as caught:
@@ -160,7 +165,9 @@ class Shifted(CategoricalMLP):
 
 
 @pytest.mark.parametrize(
-    "policy", [CategoricalMLP(3, (4,), num_actions=3), GaussianMLP(2, (4,), action_size=2)], ids=str
+    "policy",
+    [pytest.param(CategoricalMLP(3, (4,), num_actions=3), marks=pytest.mark.slow), GaussianMLP(2, (4,), action_size=2)],
+    ids=str,
 )
 def test_policies(policy: Any) -> None:
     assert str(check_policy(policy)).endswith(": 7 of 7 checks passed.")

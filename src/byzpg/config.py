@@ -281,6 +281,8 @@ PPO_ALONE: dict[str, dict[str, Any]] = {
         "step_size": 5e-4,
         "adam_epsilon": 1e-5,
         "decay": 0.9,
+        "hidden": (64, 64),
+        "activation": "tanh",
         "ppo": replace(MUJOCO_ALONE["ppo"], environments=1, epochs=20, minibatches=8, **HALF_CHEETAH),
     },
 }

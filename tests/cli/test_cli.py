@@ -187,6 +187,7 @@ def test_options_on_the_line_come_before_those_in_the_file(run: Path) -> None:
     assert command[1:7] == ["train", "--config", "tiny.toml", "--trajectories", "60", "--attack"]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     """Even if a block never ends: its first step waits for a file that does not come."""
     options = ["--env", "host_tasks:patient", "--num-agents", "2", "--num-byzantine", "0", "--num-seeds", "1"]
@@ -202,6 +203,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoint.npz").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: Path) -> None:
     """From the configuration of the run above, so that both can be compared to the bit."""
     training = forked("train", "--config", run / "config.json", "--directory", "again", folder=tmp_path)
@@ -403,6 +405,7 @@ def test_play_tells_the_returns_before_it_writes_files(run: Path, tmp_path: Path
     assert "taken" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["gymnasium", "pygame"])
 def test_play_says_how_to_get_what_is_missing(missing: str, run: Path, tmp_path: Path) -> None:
     (tmp_path / "shim").mkdir()
@@ -524,6 +527,7 @@ def test_every_command_is_listed_in_one_line_and_explained_at_length(here: Here)
         assert "default: None" not in help_text, name
 
 
+@pytest.mark.slow
 def test_output_needs_no_utf_8_and_no_reader(tmp_path: Path) -> None:
     plain = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = byzpg("list", folder=tmp_path, **plain)
@@ -623,6 +627,7 @@ def test_reproduce_plots_keeps_and_reports(tmp_path: Path, here: Here) -> None:
     assert {path.name for path in (tmp_path / "pictures").iterdir()} == pictures
 
 
+@pytest.mark.slow
 def test_joining_prints_what_members_save(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny version, with one attack: nobody learns in one iteration. A second call finds all runs complete."""
     monkeypatch.setattr(paper, "SIZES_TO_JOIN", (2, 5))

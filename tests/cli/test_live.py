@@ -150,6 +150,7 @@ def test_a_demo_with_an_own_task_and_an_attacker(tmp_path: Path, monkeypatch: py
     assert any(event["event"] == "rehearsal" for event in events)
 
 
+@pytest.mark.slow
 def test_a_demo_names_the_member_that_failed_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = TASK + '\nimport sys\nif "bob" in sys.argv: raise ValueError("the joystick is not connected")\n'
     (tmp_path / "joystick.py").write_text(failing)

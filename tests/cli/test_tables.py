@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.table import Table
+from tiers import slow_except
 
 from byzpg import cli
 from byzpg.cli.console import console
@@ -61,7 +62,7 @@ def printed_numbers(text: str) -> list[str]:
     return [spread, best, weight]
 
 
-@pytest.mark.parametrize("num_iterations", [1, 3, 40, 700])
+@pytest.mark.parametrize("num_iterations", slow_except([40], [1, 3, 40, 700]))
 def test_commands_agree_about_a_run(
     num_iterations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

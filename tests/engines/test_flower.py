@@ -225,6 +225,7 @@ def critics() -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CRITICS)
 def test_a_run_with_a_critic_on_flower_is_what_the_simulator_says(
     tmp_path: Path, critics: dict[str, np.ndarray], name: str
@@ -436,8 +437,19 @@ def test_a_client_that_claims_a_high_return_does_not_move_the_curve(tmp_path: Pa
 
 
 # 1 of 4 clients attacks.
-@pytest.mark.parametrize("attack", [None, "NonFinite", "WrongShape", "AvgZero"])
-@pytest.mark.parametrize("algorithm", ["ByzPG", "Fed-PAGE-PG"])
+@pytest.mark.parametrize(
+    ("algorithm", "attack"),
+    [
+        pytest.param("ByzPG", None, marks=pytest.mark.slow),
+        pytest.param("ByzPG", "NonFinite", marks=pytest.mark.slow),
+        pytest.param("ByzPG", "WrongShape", marks=pytest.mark.slow),
+        ("ByzPG", "AvgZero"),
+        pytest.param("Fed-PAGE-PG", None, marks=pytest.mark.slow),
+        pytest.param("Fed-PAGE-PG", "NonFinite", marks=pytest.mark.slow),
+        pytest.param("Fed-PAGE-PG", "WrongShape", marks=pytest.mark.slow),
+        ("Fed-PAGE-PG", "AvgZero"),
+    ],
+)
 def test_byzpg_learns_beside_an_attacker_and_plain_averaging_does_not(
     tmp_path: Path, algorithm: str, attack: str | None
 ) -> None:

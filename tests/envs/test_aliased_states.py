@@ -44,7 +44,7 @@ def naive_return(policy: CategoricalMLP, parameters: np.ndarray) -> float:
     return total
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", [pytest.param(POLICIES[0], marks=pytest.mark.slow), *POLICIES[1:]], ids=str)
 def test_the_exact_gradient_is_that_of_all_trajectories(policy: CategoricalMLP) -> None:
     parameters = np.random.default_rng(0).normal(size=(2, policy.dimension))
     found = exact_gradient(TASK, policy, jnp.asarray(parameters, jnp.float32), HORIZON, DISCOUNT)
@@ -55,6 +55,7 @@ def test_the_exact_gradient_is_that_of_all_trajectories(policy: CategoricalMLP) 
         assert np.linalg.norm(naive) > 0.05
 
 
+@pytest.mark.slow
 def test_the_discount_may_differ_between_agents() -> None:
     policy = POLICIES[0]
     parameters = jnp.asarray(np.random.default_rng(1).normal(size=(1, policy.dimension)), jnp.float32)

@@ -236,7 +236,13 @@ def pumping(state: np.ndarray, rng: np.random.Generator) -> int:
     return 2 if state[3] > 0 else 0
 
 
-@pytest.mark.parametrize(("policy", "arrives"), [(lambda state, rng: int(rng.integers(3)), False), (pumping, True)])
+@pytest.mark.parametrize(
+    ("policy", "arrives"),
+    [
+        pytest.param(lambda state, rng: int(rng.integers(3)), False, marks=pytest.mark.slow),
+        (pumping, True),
+    ],
+)
 def test_whole_episodes_of_the_acrobot_are_gymnasiums(policy: Callable[..., int], arrives: bool) -> None:
     """In float64 from the first state to the last; in float32 from a state that is copied again every 10 steps."""
     theirs, rng = cast(Any, gymnasium.make("Acrobot-v1")), np.random.default_rng(4)

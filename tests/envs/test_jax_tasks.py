@@ -40,6 +40,7 @@ def check_walk(observations: np.ndarray, actions: np.ndarray, following: np.ndar
     np.testing.assert_allclose(following, observations + moved, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_episodes_whose_state_has_further_axes() -> None:
     policy, horizon, num_episodes = CategoricalMLP(3, (4,), num_actions=3), Walk().horizon, 150  # played in groups
     parameters = jax.vmap(policy.initial)(KEYS)
@@ -104,6 +105,7 @@ def test_a_task_for_one_episode_fulfils_the_contract_of_environments() -> None:
 # Libraries
 
 
+@pytest.mark.slow
 def test_gymnax_takes_the_steps_of_our_cartpole_and_never_terminates_at_its_limit() -> None:
     task, ours = jax_task("gymnax:CartPole-v1"), CartPole()
     assert (task.observation_size, task.action_space, task.horizon) == (4, Discrete(2), 500)

@@ -242,6 +242,7 @@ def flush_legs(tilts: Any, velocity: Velocity) -> tuple[Any, Any]:
     )
 
 
+@pytest.mark.slow
 def test_the_velocity_solver_runs_180_rounds_unless_nothing_moves() -> None:
     tilts: Any = np.linspace(-0.9, 0.9, 45).astype(np.float32)
     falling = Velocity((0.1 * tilts, 0 * tilts - 1), 0 * tilts)
@@ -339,6 +340,7 @@ def test_its_step_can_be_lowered_for_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
+@pytest.mark.slow
 def test_landers_that_a_chunk_leaves_unsettled_step_one_by_one() -> None:
     """Most are in flight with spread legs. The legs of ten spread out, which takes the solver many more rounds."""
     noise, no_action = halves((BATCH,)), (jnp.zeros(BATCH, int),)

@@ -281,6 +281,7 @@ def test_runs_share_programs_and_say_how_far_they_are(finished: Any, sizes: list
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_in_the_background(
     finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +307,7 @@ def test_programs_are_compiled_in_the_background(
         assert_same(training.load(ours), training.load(theirs))
 
 
+@pytest.mark.slow
 def test_training_says_what_compiling_in_the_background_could_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +354,7 @@ def test_what_runs_of_one_program_have_in_common() -> None:
         assert program(**other) != ours, other
 
 
+@pytest.mark.slow
 def test_a_crash_between_the_checkpoints_of_a_program(finished: Any, tmp_path: Path, sizes: list[int]) -> None:
     """What was saved goes on from there, the rest from before: up to rounding, the same runs."""
     directories = laid_down(tmp_path)[:3]

@@ -103,6 +103,7 @@ def test_only_seeds_that_end_near_the_best_return_have_learned() -> None:
     np.testing.assert_array_equal(rates.learned(run), [True, False, False])
 
 
+@pytest.mark.slow
 def test_results_are_read_back_and_drawn(tmp_path: Path) -> None:
     before, path = some_rates(), tmp_path / "rates.npz"
     before.save(path)

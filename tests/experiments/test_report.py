@@ -381,10 +381,11 @@ def test_every_curve_is_shown_with_the_estimator_and_p_that_were_used(results: R
     _, figure = drawn(results, "fig2")
     texts = [" ".join(text.get_text().split()) for text in figure.texts]
     assert notes["fig2"] in texts
-    write_report([results], tmp_path / "report.html")
+    shown = tuple(each for each in results.experiments if each.name in ("fig2", "ablation"))
+    write_report([replace(results, experiments=shown)], tmp_path / "report.html")
     page = unescape((tmp_path / "report.html").read_text())
-    for name in ("fig2", "ablation"):
-        assert notes[name] in page
+    for experiment in shown:
+        assert notes[experiment.name] in page
     assert "PAGE as printed (p = 0.2)" in page
 
 
@@ -483,16 +484,22 @@ def test_how_many_times_sooner(joining: Results) -> None:
     coarse = replace(alone, progress=alone.progress[1::2], metrics={"return_mean": alone.returns[:2, 1::2]})
     assert mean_saving(found["DecByzPPO", 25], coarse, 475).value == mean_reaches(coarse, 475) / 21_000
     assert mean_saving(alone, never, 475).value == np.inf
-    table = reach_table(experiment, joining.runs)
+    # Every row of the table takes resampling, so only some of the panels and sizes.
+    few = tuple(
+        replace(panel, cells=tuple(cell for cell in panel.cells if cell.at in (1, 2, 13, 25)))
+        for panel in experiment.panels
+        if panel.title in ("AvgZero", "ALIE")
+    )
+    table = reach_table(replace(experiment, panels=few), joining.runs)
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     assert rows[0] == ("PPO alone", "1 (0)", "–", "81,000", "–", "97,000", "–")
     assert [row[:2] for row in rows[1:3]] == [("DecByzPPO", "2 (0)"), ("Dec-PPO", "2 (0)")]
     by_attack = {row[2]: row[3:] for row in rows if row[:2] == ("DecByzPPO", "25 (6)")}
-    assert list(by_attack) == [panel.title for panel in experiment.panels]
+    assert list(by_attack) == [panel.title for panel in few]
     assert by_attack["AvgZero"] == ("17,000", interval(many, ".1f"), "21,000", interval(of_means, ".1f"))
     assert by_attack["ALIE"][0] == "33,000"
     assert by_attack["ALIE"][1].startswith(f"{81 / 33:.1f} ")
-    assert [row[3:] for row in rows if row[:2] == ("Dec-PPO", "13 (3)")] == [("never",) * 4] * 5
+    assert [row[3:] for row in rows if row[:2] == ("Dec-PPO", "13 (3)")] == [("never",) * 4] * 2
 
 
 def test_tolerance_marks_the_tolerated_numbers(results: Results) -> None:
@@ -564,9 +571,10 @@ def contrast(one: np.ndarray, other: np.ndarray) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.slow
 def test_figures_are_saved_and_each_plot_stands_alone(tmp_path: Path, results: Results) -> None:
+    _, figure = drawn(results, "fig1")
     for ending in ("png", "svg", "pdf"):
-        _, figure = drawn(results, "fig1")
         save(figure, tmp_path / f"figure.{ending}")
         assert (tmp_path / f"figure.{ending}").stat().st_size > 10_000
     for experiment in results.experiments:
@@ -829,6 +837,7 @@ def test_links_and_ids_are_sound(open_page: Callable[..., Page]) -> None:
     assert {*targets, *within, *clips} <= set(ids)
 
 
+@pytest.mark.slow
 def test_the_page_is_small_and_the_same_each_time(tmp_path: Path, page_path: Path, results: Results) -> None:
     assert page_path.stat().st_size < 2e6
     one = replace(
@@ -839,6 +848,7 @@ def test_the_page_is_small_and_the_same_each_time(tmp_path: Path, page_path: Pat
     assert (tmp_path / "first.html").read_bytes() == (tmp_path / "second.html").read_bytes()
 
 
+@pytest.mark.slow
 def test_files_of_one_preset_become_one_chapter(tmp_path: Path) -> None:
     scope = Scope(num_seeds=3, trajectories=2000)
     parts = [made_up(grid([name], scope)) for name in ("cartpole", "lunarlander")]

@@ -231,6 +231,7 @@ def test_a_failure_together_is_no_attempt_of_a_cell(cells: Sequence[Cell], kind:
     assert sum("alone" in progress.news for progress in heard) == 3
 
 
+@pytest.mark.slow
 def test_cells_that_train_together_end_as_alone_up_to_rounding(tmp_path: Path) -> None:
     swept = "[grid]\nstep_size = [0.01, 0.2]\nattack = ['SignFlip', 'SignFlip(scale=3.0)']"
     chosen = grid(f"{SHARED}estimator = 'GPOMDP()'\n{swept}").cells
@@ -247,6 +248,7 @@ def test_cells_that_train_together_end_as_alone_up_to_rounding(tmp_path: Path) -
     assert np.abs(ends[0] - ends[2]).max() > 0.01  # the step sizes are their own
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_at_its_start_is_started_again(tmp_path: Path) -> None:
     workers = LocalWorkers(tmp_path, 2, 2)
     try:
@@ -508,6 +510,7 @@ def user(started: Callable[..., Command], tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+@pytest.mark.slow
 def test_twelve_cells_here(user: Path) -> None:
     folder = user / "sweeps" / "twelve"
     sweep = Sweep.load(user / "twelve.toml")
@@ -534,6 +537,7 @@ def test_twelve_cells_on_ray_are_the_same_to_the_bit(started: Callable[..., Comm
     assert results(user / "on-ray") == results(user / "sweeps" / "twelve")
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_skipped(
     user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -546,7 +550,7 @@ def test_what_is_finished_is_skipped(
 
 
 def test_a_cell_that_fails_is_named_and_the_others_are_there(
-    tmp_path: Path, user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.toml").write_text(f"{SHARED}[grid]\nenv = ['host_tasks:stumbling', 'host_tasks:patient']")
@@ -560,7 +564,8 @@ def test_a_cell_that_fails_is_named_and_the_others_are_there(
     assert said.err == f"failed: {bad.name}: {reason}\n"
     assert "1 cell failed after 2 attempts. Try again with: byzpg sweep bad.toml --retries 1" in said.out
     assert not RunDirectory(Path("s/runs") / bad.name).complete
-    ours, theirs = Path("s/runs") / good.name, user / "sweeps" / "twelve" / "runs" / good.name
+    ours, theirs = Path("s/runs") / good.name, Path("alone")
+    train(Config.of(good.settings.as_data(), "cell"), theirs)
     for name in ("metrics.npz", "parameters.npz"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     with Path("s/table.csv").open() as file:
@@ -568,7 +573,8 @@ def test_a_cell_that_fails_is_named_and_the_others_are_there(
     assert "KeyError: 'the map is missing'" in Path("s/logs/worker-1.log").read_text()
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_workers_end_with_whoever_started_them(
     how: signal.Signals,
     started: Callable[..., Command],

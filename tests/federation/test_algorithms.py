@@ -245,6 +245,7 @@ def test_with_momentum_adam_has_no_first_moment() -> None:
     np.testing.assert_allclose(state.parameters, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("private", [True, False])
 def test_attackers_cannot_hide_in_the_noise_of_agents_with_private_histories(private: bool) -> None:
     """ALIE shifts the aggregate by the spread between honest agents, in the same direction in every iteration.
@@ -290,7 +291,7 @@ def test_after_agreement_the_direction_is_the_realized_one_for_sgd_alone(optimiz
     np.testing.assert_array_equal(state.direction, expected)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
 def test_the_scripts_memory_makes_small_batches_repeat_the_agents_own_direction(optimizer: str) -> None:
     """Where agreement changes nothing, θ_{t−1} = θ_t: so ω = 1 and both gradients of the small batch cancel."""
     learner = agent(

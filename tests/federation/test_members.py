@@ -74,6 +74,7 @@ def test_only_rehearsals_with_a_seed_are_computed_as_in_the_simulator(seed: int 
     assert batches == [1 if seed is None else 2]
 
 
+@pytest.mark.slow
 def test_peers_go_the_same_way_with_either_rounding() -> None:
     members = [peer(as_simulated=False), peer(as_simulated=True)]
     for iteration in range(3):
@@ -87,6 +88,7 @@ def test_peers_go_the_same_way_with_either_rounding() -> None:
     np.testing.assert_allclose(members[0].parameters, members[1].parameters, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_server_and_its_workers_go_the_same_way_with_either_rounding() -> None:
     settings = Config(**SERVED).resolved()
     federation, schedule = settings.federation(), settings.schedule()
@@ -199,6 +201,7 @@ REMEMBERS: dict[str, Any] = {
 FORGETS: dict[str, Any] = REMEMBERS | {"aggregator": "NNM(TrimmedMean())"}
 
 
+@pytest.mark.slow
 def test_peers_remember_what_their_simulated_twins_remember() -> None:
     settings = Config(algorithm="DecByzPPO", rounds=1, **REMEMBERS).resolved()
     peers = [Peer(settings.federation(), settings.schedule(), index, KEY, as_simulated=True) for index in range(5)]
@@ -245,6 +248,7 @@ def test_a_member_that_restarts_among_others_than_before_begins_its_memory_anew(
     np.testing.assert_array_equal(found[2], found[1])
 
 
+@pytest.mark.slow
 def test_a_server_remembers_what_its_simulated_twin_remembers() -> None:
     settings = Config(algorithm="ByzPPO", **REMEMBERS).resolved()
     federation, schedule = settings.federation(), settings.schedule()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import slow_except
 
 from byzpg import Config, load, resume, train
 from byzpg.federation.agents import AgentState
@@ -128,6 +129,7 @@ def by_hand(agent: PPOAgent, parameters: jax.Array, steps: Steps) -> jax.Array:
     return jnp.concatenate([part * jnp.minimum(1, options.largest_norm / jnp.linalg.norm(part)) for part in parts])
 
 
+@pytest.mark.slow
 def test_the_minibatches_of_an_epoch_are_all_steps_once_and_another_epoch_divides_them_otherwise() -> None:
     agent = agent_of(ppo="PPO(environments=2, segment=8, epochs=2, minibatches=2, entropy=0.01, largest_norm=1e9)")
     state, memory, _, batch = a_batch(agent, 2)
@@ -153,6 +155,7 @@ def test_one_update_is_that_of_a_reference_by_hand() -> None:
     np.testing.assert_allclose(stepped.parameters[0], state.parameters[0] + jnp.asarray(updates), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_agent_may_have_a_largest_divergence_of_its_own() -> None:
     """As those of federations that differ in it, and share a program."""
     ppo = "PPO(environments=2, segment=8, minibatches=1, largest_norm=1e9, largest_kl={})"
@@ -203,6 +206,7 @@ def test_agents_that_step_alone_send_how_far_that_led() -> None:
     np.testing.assert_allclose(moved.parameters, state.parameters + 2 * change, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_histories_last_from_one_message_to_the_next(every: int) -> None:
     """m_t/(1 − β^t) by hand, of the gradients that an agent without momentum would send or take a step along."""
@@ -278,6 +282,7 @@ def networks_and_statistics(agent: PPOAgent, parameters: Any) -> tuple[np.ndarra
     return np.asarray(parameters)[..., :-size], np.asarray(parameters)[..., -size:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_what_is_deployed_does_with_observations_what_the_policy_does_with_normalized_ones(env: str) -> None:
     agent = agent_of(ppo=NORMALIZED, env=env)
@@ -303,7 +308,7 @@ def test_what_is_deployed_does_with_observations_what_the_policy_does_with_norma
     assert np.max(np.abs(log_probabilities(policy, seen) - log_probabilities(policy, normal))) > 0.1
 
 
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_iteration_measures_and_later_ones_follow(every: int) -> None:
     agent = agent_of(ppo=NORMALIZED.replace(")", f", exchange_every={every})"), momentum=0.5)
     state, memory, played, batch = a_batch(agent, 2)
@@ -337,13 +342,15 @@ def test_the_first_iteration_measures_and_later_ones_follow(every: int) -> None:
     np.testing.assert_allclose(new[1] - old[1], 0.1 * (batch.statistics - old[1]), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_observations_of_any_scale_leave_the_parameters_finite() -> None:
     agent = agent_of(ppo=NORMALIZED, activation="relu")
     state, memory, played, _ = a_batch(agent, 2)
     keys = jax.random.split(jax.random.key(3), 2)
     request = agent.request(state, memory, keys, large=True)
     large = replace(played.segment, observations=1e12 * played.segment.observations)
-    batch, _ = agent.digest(state, request, replace(played, segment=large), keys, large=True)
+    digest = jax.jit(partial(agent.digest, large=True))
+    batch, _ = digest(state, request, replace(played, segment=large), keys)
     for exchange in range(agent.num_exchanges):
         memory, message = sent(agent, state, memory, batch, exchange)
         assert np.all(np.isfinite(message))
@@ -351,6 +358,7 @@ def test_observations_of_any_scale_leave_the_parameters_finite() -> None:
     assert np.all(np.isfinite(state.parameters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "robust"),
     [({"aggregator": "NNM(TrimmedMean())"}, True), ({"algorithm": "Fed-PPO", "aggregator": None}, False)],
@@ -372,7 +380,10 @@ def test_huge_statistics_move_only_the_plain_mean(options: dict[str, Any], robus
     assert robust or np.max(np.abs(found - honest.mean(axis=0))) > 1
 
 
-@pytest.mark.parametrize("aggregator", ["RFA", "NNM(TrimmedMean())", "CenteredClipping"])
+@pytest.mark.parametrize(
+    "aggregator",
+    slow_except(["RFA"], ["RFA", "NNM(TrimmedMean())", "CenteredClipping"]),
+)
 def test_statistics_are_trimmed_coordinate_by_coordinate(aggregator: str) -> None:
     """Features have different units: distances, which one with a wide mean decides, cannot protect the others.
 
@@ -408,7 +419,10 @@ def test_a_trained_policy_has_the_statistics_in_it() -> None:
 # Federations
 
 
-@pytest.mark.parametrize("ppo", [TINY["ppo"], NORMALIZED], ids=["plain", "normalized"])
+@pytest.mark.parametrize(
+    "ppo",
+    [pytest.param(TINY["ppo"], id="plain", marks=pytest.mark.slow), pytest.param(NORMALIZED, id="normalized")],
+)
 def test_a_federation_of_one_is_ppo_to_the_bit(ppo: str) -> None:
     alone, one = trained(**(ALONE | {"ppo": ppo})), trained(**(PLAIN | {"num_agents": 1, "ppo": ppo}))
     np.testing.assert_array_equal(one.parameters["last"], alone.parameters["last"])
@@ -417,6 +431,7 @@ def test_a_federation_of_one_is_ppo_to_the_bit(ppo: str) -> None:
     np.testing.assert_array_equal(robust.parameters["last"], alone.parameters["last"])
 
 
+@pytest.mark.slow
 def test_identical_agents_learn_as_one_with_all_their_steps() -> None:
     """Agents that hold the same steps send the same gradient, which is that of all their steps together."""
     merged = agent_of(ppo="PPO(environments=6, segment=8, epochs=2, minibatches=1, entropy=0.01)")
@@ -468,13 +483,16 @@ def after_two(**options: Any) -> SimulationState:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"momentum": 0.5, "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"},
-        {"optimizer": "local-adam", "momentum": 0.5, "decay": 0.9},
-        {"momentum": 0.5, "ppo": NORMALIZED},
-        {"momentum": 0.5, "ppo": NORMALIZED.replace(")", ", exchange_every=2)")},
+        pytest.param({}, id="gradients", marks=pytest.mark.slow),
+        pytest.param(
+            {"momentum": 0.5, "ppo": "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"},
+            id="changes",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"optimizer": "local-adam", "momentum": 0.5, "decay": 0.9}, id="scaled", marks=pytest.mark.slow),
+        pytest.param({"momentum": 0.5, "ppo": NORMALIZED}, id="normalized", marks=pytest.mark.slow),
+        pytest.param({"momentum": 0.5, "ppo": NORMALIZED.replace(")", ", exchange_every=2)")}, id="normalized changes"),
     ],
-    ids=["gradients", "changes", "scaled", "normalized", "normalized changes"],
 )
 def test_the_simulator_does_what_agents_do_apart_from_each_other(options: dict[str, Any]) -> None:
     expected = one_by_one(TINY | options, 2)
@@ -513,10 +531,10 @@ def iterated(members: list[Peer], iteration: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "env", "ppo"),
     [
-        ("TrimmedMean", "CartPole-v1", TINY["ppo"]),
+        pytest.param("TrimmedMean", "CartPole-v1", TINY["ppo"], marks=pytest.mark.slow),
         ("Bucketing(MDA())", "CartPole-v1", TINY["ppo"]),
-        ("TrimmedMean", "gymnasium:CartPole-v1", TINY["ppo"]),
-        ("TrimmedMean", "envpool:CartPole-v1", NORMALIZED),
+        pytest.param("TrimmedMean", "gymnasium:CartPole-v1", TINY["ppo"], marks=pytest.mark.slow),
+        pytest.param("TrimmedMean", "envpool:CartPole-v1", NORMALIZED, marks=pytest.mark.slow),
     ],
 )
 def test_peers_do_what_the_simulator_does(rule: str, env: str, ppo: str) -> None:
@@ -535,11 +553,17 @@ def test_peers_do_what_the_simulator_does(rule: str, env: str, ppo: str) -> None
 @pytest.mark.parametrize(
     ("optimizer", "ppo"),
     [
-        ("adam", "PPO(environments=2, segment=8, epochs=2, minibatches=2)"),
-        ("local-adam", "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"),
-        ("adam", NORMALIZED),
+        pytest.param(
+            "adam",
+            "PPO(environments=2, segment=8, epochs=2, minibatches=2)",
+            id="gradients",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "local-adam", "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)", id="changes"
+        ),
+        pytest.param("adam", NORMALIZED, id="normalized", marks=pytest.mark.slow),
     ],
-    ids=["gradients", "changes", "normalized"],
 )
 def test_a_peer_restarts_in_the_middle_of_its_episodes(optimizer: str, ppo: str) -> None:
     options = {"optimizer": optimizer, "decay": 0.5, "momentum": 0.7, "ppo": ppo}
@@ -556,6 +580,7 @@ def test_a_peer_restarts_in_the_middle_of_its_episodes(optimizer: str, ppo: str)
     assert np.any(restarted.begin(2) != whole.begin(2)), "new episodes lead to another message"
 
 
+@pytest.mark.slow
 def test_an_agent_that_lost_its_memory_takes_steps_as_small_as_the_others() -> None:
     options = "PPO(environments=2, segment=8, epochs=2, minibatches=2, exchange_every=2)"
     agent = agent_of(optimizer="local-adam", decay=0.9, momentum=0.5, ppo=options)
@@ -570,7 +595,7 @@ def test_an_agent_that_lost_its_memory_takes_steps_as_small_as_the_others() -> N
     assert ratio < 1 - 0.9 * 12 / 24 + 0.2
 
 
-@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_peer_that_fell_behind_continues_with_the_others_state(every: int) -> None:
     options = f"PPO(environments=2, segment=8, epochs=2, minibatches=2, entropy=0.01, exchange_every={every})"
     members, late = peers(momentum=0.7, ppo=options), peers(momentum=0.7, ppo=options)[0]
@@ -587,6 +612,7 @@ def test_a_peer_that_fell_behind_continues_with_the_others_state(every: int) -> 
     assert np.all(np.isfinite(late.begin(2)))
 
 
+@pytest.mark.slow
 def test_an_attacker_lies_block_by_block_as_in_the_simulator() -> None:
     member = peers()[1]
     truth = np.arange(member.dimension, dtype=np.float32)
@@ -669,6 +695,7 @@ def test_runs_count_steps_and_know_their_trajectories() -> None:
     np.testing.assert_array_equal(trained_policy.parameters, run.parameters["last"][0, 0, :44])
 
 
+@pytest.mark.slow
 def test_a_run_without_a_critic_knows_its_steps() -> None:
     run = train(Config(num_agents=3, num_byzantine=0, num_seeds=1, trajectories=8, large_batch=4, horizon=20))
     steps = np.cumsum(run.metrics["environment_steps"], axis=1) / 3
@@ -699,6 +726,7 @@ def test_a_run_that_was_stopped_or_extended_ends_to_the_bit_as_one_that_was_not(
         np.testing.assert_array_equal(run.returns, whole.returns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", ["gymnasium:CartPole-v1", "envpool:CartPole-v1"])
 def test_on_a_host_task_a_resumed_run_begins_new_episodes(env: str, tmp_path: Path) -> None:
     options: dict[str, Any] = TINY | {"env": env, "attack": "RandomAction", "steps": 16 * 12}
@@ -719,6 +747,7 @@ def test_on_a_host_task_a_resumed_run_begins_new_episodes(env: str, tmp_path: Pa
     assert np.all(np.isfinite(resumed.returns))
 
 
+@pytest.mark.slow
 def test_blocks_of_a_host_run_go_on_in_one_venue() -> None:
     options: dict[str, Any] = TINY | {"env": "gymnasium:CartPole-v1"}
     simulation = simulation_of(Config(**options).resolved())
@@ -749,6 +778,7 @@ def test_the_tables_of_a_host_run_are_made_once(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) <= 1
 
 
+@pytest.mark.slow
 def test_federations_of_one_program_do_what_they_do_alone(tmp_path: Path) -> None:
     variants = {"peers": TINY, "server": SERVED, "faster": TINY | {"step_size": 0.02, "momentum": 0.5}, "mean": PLAIN}
     paths = [tmp_path / name for name in variants]
@@ -814,6 +844,7 @@ def test_bad_options_are_one_clear_error(options: dict[str, Any], message: str) 
         Config(**(TINY | options)).resolved()
 
 
+@pytest.mark.slow
 def test_the_first_actions_are_as_noisy_as_asked_for_in_each_of_several_federations() -> None:
     def with_noise(log_std: float) -> Config:
         ppo = f"PPO(environments=2, segment=8, epochs=1, minibatches=1, initial_log_std={log_std})"

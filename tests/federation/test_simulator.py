@@ -103,6 +103,7 @@ def together() -> dict[str, tuple[SimulationState, Metrics]]:
     return dict(zip(FEDERATIONS, zip(states, metrics, strict=True), strict=True))
 
 
+@pytest.mark.slow
 def test_a_program_of_large_batches_alone_gives_the_same() -> None:
     # A server aggregates only after large batches, so here the two programs differ most.
     simulation = simulation_of(settings_of(**FEDERATIONS["server"]))
@@ -324,6 +325,7 @@ def test_skipped_entries_change_nothing_and_one_program_serves_all_blocks() -> N
         np.testing.assert_array_equal(state.output, at_output[index])  # θ_T̂ with T̂ = 1
 
 
+@pytest.mark.slow
 def test_federations_side_by_side_do_what_each_does_alone(
     together: dict[str, tuple[SimulationState, Metrics]],
 ) -> None:
@@ -369,6 +371,7 @@ def assert_alike(one: Run, seed: int, other: Run, other_seed: int) -> None:
         np.testing.assert_allclose(values[seed], other.parameters[name][other_seed], atol=2e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_seed_does_the_same_alone_as_among_others_and_a_federation_too(tmp_path: Path) -> None:
     """Every seed has its own coin: it waits for the others without doing anything, and ends when its own plan ends.
 
@@ -441,6 +444,7 @@ IN_NUMBERS: list[dict[str, Any]] = [
 
 
 # Alone, or beside two of its kind, which is the program of all three again.
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "num_alike"), [("sgd", 3), ("adam", 1)])
 def test_federations_that_differ_in_numbers_are_one_program(optimizer: str, num_alike: int) -> None:
     def end_of(settings: Settings) -> tuple[SimulationState, Metrics]:
@@ -469,6 +473,7 @@ def test_federations_that_differ_in_numbers_are_one_program(optimizer: str, num_
     assert program._cache_size() == num_programs
 
 
+@pytest.mark.slow
 def test_attackers_play_as_their_federation_says() -> None:
     """Rows of one table, whose attackers play differently."""
     server = {"algorithm": "ByzPG", "num_agents": 5, "rounds": None, "aggregator": "Median"}
@@ -556,6 +561,7 @@ def test_every_algorithm_learns(algorithm: str, learners: dict[str, Run]) -> Non
     assert np.all(learnt.returns[:, -5:].mean(axis=1) > 48)
 
 
+@pytest.mark.slow
 def test_the_exact_gradient_is_that_before_the_step_over_honest_agents() -> None:
     """Without agreement, agents drift apart under an attack that tells them different things."""
     settings = Config(

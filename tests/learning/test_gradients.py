@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
+from tiers import slow_except
 
 from byzpg.config import Config
 from byzpg.envs.spaces import Discrete
@@ -704,6 +705,12 @@ BIASED_CHANGES: dict[str, tuple[Estimator, Correction]] = {
     "Hessian of fixed episodes": (GPOMDP(), FixedEpisodes()),
     "Hessian with both traces decaying": (TRACED, DecayingTwice()),
 }
+# The others are slow.
+FIRST_CHANGES = (
+    f"{GPOMDP('leave-one-out')}, {DefensiveSampling('per-decision')}",
+    f"{TRACED}, {HessianVector()}",
+    "Hessian of fixed episodes",
+)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -732,7 +739,8 @@ def exact_change(estimator: Estimator) -> np.ndarray:
     return exact_estimate(now, decay) - exact_estimate(before, decay)
 
 
-@pytest.mark.parametrize("name", UNBIASED_CHANGES)
+# Each has a program of its own.
+@pytest.mark.parametrize("name", slow_except(FIRST_CHANGES, UNBIASED_CHANGES))
 def test_corrections_without_degenerate_weights_are_unbiased(name: str) -> None:
     found, largest = estimated_change(*UNBIASED_CHANGES[name], jax.random.split(jax.random.key(5), 20_000))
     exact = exact_change(UNBIASED_CHANGES[name][0])
@@ -741,7 +749,7 @@ def test_corrections_without_degenerate_weights_are_unbiased(name: str) -> None:
     assert np.max(largest) <= 2
 
 
-@pytest.mark.parametrize("name", BIASED_CHANGES)
+@pytest.mark.parametrize("name", slow_except(FIRST_CHANGES, BIASED_CHANGES))
 def test_biased_corrections_are_detected(name: str) -> None:
     found, _ = estimated_change(*BIASED_CHANGES[name], jax.random.split(jax.random.key(5), 20_000))
     assert bias_in_standard_errors(np.asarray(found), exact_change(BIASED_CHANGES[name][0])) > 6
@@ -801,12 +809,13 @@ def slope(x: Any, y: Any) -> float:
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
-@pytest.mark.parametrize("distance", [0.1, 1.0])
+@pytest.mark.parametrize("distance", [pytest.param(0.1, marks=pytest.mark.slow), 1.0])
 def test_pages_variance_falls_like_one_over_the_batch(distance: float) -> None:
     errors, _ = squared_errors(distance)
     assert slope(BATCHES, errors) == pytest.approx(-1, abs=0.05)
 
 
+@pytest.mark.slow
 def test_pages_variance_falls_like_the_squared_distance_and_a_plain_batchs_does_not() -> None:
     distances = (0.01, 0.02, 0.05, 0.1)
     errors = [squared_errors(distance) for distance in distances]

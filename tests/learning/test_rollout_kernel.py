@@ -83,8 +83,13 @@ CARTPOLE = ENVIRONMENTS["CartPole-v1"]()
             marks=pytest.mark.slow,
         ),
         pytest.param(CARTPOLE, CategoricalMLP(4, (20, 33, 8), "elu", num_actions=2), 16, marks=pytest.mark.slow),
-        (CARTPOLE, CategoricalMLP(4, (), num_actions=2), 5),
-        (Drifting(), GaussianMLP(2, (6, 4), "silu", action_size=2, initial_log_std=-0.5), 7),
+        pytest.param(CARTPOLE, CategoricalMLP(4, (), num_actions=2), 5, marks=pytest.mark.slow),
+        pytest.param(
+            Drifting(),
+            GaussianMLP(2, (6, 4), "silu", action_size=2, initial_log_std=-0.5),
+            7,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ENVIRONMENTS["LunarLander-v3"](), CategoricalMLP(8, (16,), num_actions=4), 3, marks=pytest.mark.slow
         ),
@@ -109,7 +114,14 @@ def test_the_kernel_plays_what_the_loop_plays(env: Environment, policy: Policy, 
     assert lengths.min() == 0
 
 
-@pytest.mark.parametrize("env", [member() for member in ENVIRONMENTS.values()], ids=str)
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param(member(), marks=pytest.mark.slow) if "LunarLander" in name or "Acrobot" in name else member()
+        for name, member in ENVIRONMENTS.items()
+    ],
+    ids=str,
+)
 def test_it_can_be_lowered_for_gpus(env: Environment) -> None:
     """Operations that a kernel does not support fail when it is lowered, which needs no GPU."""
     policy = policy_for("auto", env.observation_size, env.action_space)
@@ -122,8 +134,8 @@ def test_it_can_be_lowered_for_gpus(env: Environment) -> None:
     ("env", "attack", "hidden", "in_kernel"),
     [
         (CARTPOLE, None, (16,), True),
-        (CARTPOLE, RewardFlip(), (16,), True),
-        (CARTPOLE, RandomAction(), (16,), True),
+        pytest.param(CARTPOLE, RewardFlip(), (16,), True, marks=pytest.mark.slow),
+        pytest.param(CARTPOLE, RandomAction(), (16,), True, marks=pytest.mark.slow),
         (CARTPOLE, None, (200,), False),
         (Looping(), None, (16,), False),
     ],

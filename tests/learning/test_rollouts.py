@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from tiers import slow_except
 
 from byzpg.envs import Environment
 from byzpg.envs.cartpole import CartPole
@@ -448,8 +449,8 @@ class CountingInLoops(Counting):
         return self._as_arrays(count), reward, terminated
 
 
-@pytest.mark.parametrize("kind", [Counting, CountingInLoops])
-@pytest.mark.parametrize("size", [8, 48])
+@pytest.mark.parametrize("kind", slow_except([Counting], [Counting, CountingInLoops]))
+@pytest.mark.parametrize("size", [8, pytest.param(48, marks=pytest.mark.slow)])
 def test_episodes_in_groups_are_those_played_all_at_once(
     kind: type[Counting], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,6 +514,7 @@ def test_rows_hold_every_running_episode_once() -> None:
     np.testing.assert_array_equal(found[alive], np.asarray(rows.places)[alive])
 
 
+@pytest.mark.slow
 def test_draws_of_some_episodes_are_the_entries_of_one_array() -> None:
     """Runs that were saved can only be repeated if no draw ever changes."""
     keys, piece, size, chosen = agent_keys(4), jnp.asarray(3), 2, jnp.asarray([[5, 0, 19]] * NUM_AGENTS)

@@ -116,6 +116,7 @@ def test_before_the_first_episode_has_ended_its_return_so_far_counts() -> None:
     assert not np.any(segment.ended)
 
 
+@pytest.mark.slow
 def test_attacks_on_play_change_the_attackers_alone() -> None:
     mask = jnp.asarray([False, True, False])
     _, honest, _ = played()

@@ -16,6 +16,10 @@ from live_federation import NAMES, Federation, drop, until
 
 from byzpg.live.manifest import Times
 
+# Members in network namespaces take half a minute to begin. What the protocol promises while messages are lost, and
+# members crash, freeze and return, is also tested in simulated federations: test_protocol.py.
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = {
     "horizon": 50,
     "large_batch": 4,

@@ -95,6 +95,7 @@ def flip_bits(path: Path, num_slots: int) -> None:
     path.write_bytes(content)  # in place: a file that moves is noticed anyway
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", ["checkpoints.bin", "mark.bin"])
 def test_a_damaged_file_is_named_and_its_owner_comes_back(federation: Federation, damaged: str) -> None:
     """Nor do bad bytes in progress.jsonl prevent the start, or a member that withholds its state the return."""
@@ -171,6 +172,7 @@ def metrics(port: int) -> dict[tuple[str, ...], float]:
     return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
 
 
+@pytest.mark.slow
 def test_one_behind_and_one_without_its_directory(federation: Federation, metrics_port: int) -> None:
     """Two faults are one too many, so everything stops and says so. When both are back, it goes on."""
     federation.kill("erin")
@@ -195,6 +197,7 @@ def test_one_behind_and_one_without_its_directory(federation: Federation, metric
     assert federation.events("dave", "forgotten")
 
 
+@pytest.mark.slow
 def test_a_member_that_lost_its_messages_signs_no_others(federation: Federation) -> None:
     """Without alice and dave there is no quorum, so the others still compare what dave sends with what he has sent."""
     damages, forgotten = new_events(federation, "dave", "damaged"), new_events(federation, "dave", "forgotten")

@@ -202,6 +202,7 @@ def test_proxies_of_the_environment_are_used_on_request_only(
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_a_member_uses_a_proxy_on_request_only(
     federation: Federation, proxy: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

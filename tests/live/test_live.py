@@ -147,7 +147,7 @@ QUICK = Times(grace=1.5, start_grace=300.0)
     ("attack", "options", "times"),
     [
         pytest.param(None, {}, PATIENT, marks=pytest.mark.slow),
-        ("SignFlip", {}, PATIENT),
+        pytest.param("SignFlip", {}, PATIENT, marks=pytest.mark.slow),
         # Small batches, plain SGD (whose v̂ follows from the agreed step), and no agreement at all.
         pytest.param(
             None,
@@ -216,6 +216,7 @@ def test_members_with_a_critic_learn_what_their_twins_learn_also_after_a_restart
         np.testing.assert_array_equal(run.steps, [16 * np.arange(1, 7)])
 
 
+@pytest.mark.slow
 def test_members_with_a_critic_catch_one_that_equivocates(tmp_path: Path) -> None:
     """In an exchange of gradients, of which each has its own step; from then on its messages do not count."""
     with on_loopback(tmp_path, PATIENT, **WITH_CRITIC) as federation:
@@ -237,6 +238,7 @@ def last_return(federation: Federation, name: str) -> float:
     return float(np.mean(returns[-4:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("aggregator", "learns"), [(None, True), ("Mean", False)])
 def test_honest_members_learn_beside_an_attacker_unless_they_just_average(
     tmp_path: Path, aggregator: str | None, learns: bool
@@ -252,10 +254,10 @@ def test_honest_members_learn_beside_an_attacker_unless_they_just_average(
     ("attack", "reason"),
     [
         ("garbage", "malformed"),
-        ("oversized", "oversized"),
-        ("slow", None),
+        pytest.param("oversized", "oversized", marks=pytest.mark.slow),
+        pytest.param("slow", None, marks=pytest.mark.slow),
         ("NonFinite", "non-finite"),
-        ("Silent", None),
+        pytest.param("Silent", None, marks=pytest.mark.slow),
     ],
 )
 def test_members_with_broken_messages_are_counted_and_left_out(tmp_path: Path, attack: str, reason: str | None) -> None:

@@ -188,6 +188,7 @@ SEEN = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=8),
@@ -659,6 +660,7 @@ def test_members_that_have_finished_and_left_are_no_alarm(manifest: Manifest, vi
         assert row(page, "bob")["Presence"] == "finished and has left"
 
 
+@pytest.mark.slow
 def test_a_stale_page_says_so(manifest: Manifest, visits: Visits) -> None:
     with monitored(manifest, {name: parsed(index) for index, name in enumerate(NAMES)}) as monitor:
         page = visits.open(monitor.url)
@@ -670,6 +672,7 @@ def test_a_stale_page_says_so(manifest: Manifest, visits: Visits) -> None:
     visits.troubles.clear()
 
 
+@pytest.mark.slow
 def test_only_what_has_changed_is_drawn_again(server: Monitor, visits: Visits) -> None:
     page = visits.open(server.url)
     page.wait_for_selector("path.line.mean")
@@ -828,6 +831,7 @@ def test_an_interrupt_ends_it_too(tmp_path: Path) -> None:
     assert data[0]["statuses"] == dict.fromkeys(NAMES)
 
 
+@pytest.mark.slow
 def test_no_thread_waits_for_grpcs_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC ends its runtime with the last channel, even in the garbage collector, and waits for its thread there."""
     made = made_manifest(tmp_path, free_ports(len(NAMES)))

@@ -88,7 +88,11 @@ def test_all_numbers_are_data_whatever_they_are() -> None:
     assert code != without_numbers(Adaptive(equivocates=True))[0]
 
 
-@pytest.mark.parametrize("attack", [Adaptive(pull=2.0), PoisonedReward(), BonusForAction()], ids=str)
+@pytest.mark.parametrize(
+    "attack",
+    [pytest.param(Adaptive(pull=2.0), marks=pytest.mark.slow), PoisonedReward(), BonusForAction()],
+    ids=str,
+)
 def test_contract(attack: Attack) -> None:
     check_attack(attack, num_agents=K, num_attackers=2)
 

@@ -39,6 +39,14 @@ ATTACKED = [
 ]
 
 
+def slow_if_large(cases):
+    """For rules that have another case with fewer agents."""
+    large = {"MDA-13", "GDA-16"}
+    return [
+        pytest.param(*case.values, id=case.id, marks=pytest.mark.slow if case.id[:6] in large else ()) for case in cases
+    ]
+
+
 def spread(rows, per_coordinate):
     """The diameter of rows [..., n, d], as [..., 1]; or the range in each coordinate, [..., d]."""
     rows = np.asarray(rows, np.float64)
@@ -144,7 +152,7 @@ def clouds():
     return np.concatenate([mixed[:32], mixed[32::4]])
 
 
-@pytest.mark.parametrize(("rule", "num_agents", "f", "rounds", "attack"), ATTACKED)
+@pytest.mark.parametrize(("rule", "num_agents", "f", "rounds", "attack"), slow_if_large(ATTACKED))
 def test_attacked_agents_agree(rule, num_agents, f, rounds, attack):
     # After nine rounds MDA has agreed, after twelve the others have: more would show rounding errors only.
     how = ATTACKS[attack] if isinstance(rule, MDA) and num_agents == 13 else OneOf()  # no program for the others
@@ -209,7 +217,7 @@ def random_false_rows(rng, honest, f):
     return start + rng.uniform(-0.5, 2) * step + 0.01 * rng.normal(size=step.shape)
 
 
-@pytest.mark.parametrize(("rule", "num_agents", "f", "rounds"), AT_THE_BOUND)
+@pytest.mark.parametrize(("rule", "num_agents", "f", "rounds"), slow_if_large(AT_THE_BOUND))
 def test_no_random_messages_break_the_bounds(rule, num_agents, f, rounds):
     rng = np.random.default_rng(num_agents)
     honest = rng.normal(size=(256, num_agents - f, 2))

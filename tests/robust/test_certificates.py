@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import twins
+from tiers import slow_except
 
 from byzpg.robust import aggregators, agreement, attacks
 from byzpg.robust.certificates import certificate, honest_clouds
@@ -34,9 +35,10 @@ ROBUST = (
     aggregators.NNM(aggregators.RFA()),
     aggregators.ARC(aggregators.RFA()),
 )
+FEW = (aggregators.Krum(), aggregators.RFA())
 
 
-@pytest.mark.parametrize("rule", ROBUST, ids=str)
+@pytest.mark.parametrize("rule", slow_except(FEW, ROBUST), ids=str)
 def test_aggregators_keep_their_bounds(rule):
     for attack in (attacks.LargeNoise(), attacks.ALIE(), attacks.MinMax()):
         result = measure(rule, attack)
@@ -55,8 +57,8 @@ def test_the_plain_mean_is_exposed():
     ("rule", "f", "attack"),
     [
         (agreement.MDA(), 3, attacks.Dissensus()),
-        (agreement.MDA(), 3, attacks.Equivocate()),
-        (agreement.GDA(), 2, attacks.Equivocate()),
+        pytest.param(agreement.MDA(), 3, attacks.Equivocate(), marks=pytest.mark.slow),
+        pytest.param(agreement.GDA(), 2, attacks.Equivocate(), marks=pytest.mark.slow),
         (agreement.TrimmedMeanAgreement(), 3, attacks.Dissensus()),
     ],
     ids=str,

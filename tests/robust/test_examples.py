@@ -6,6 +6,7 @@ import pkgutil
 from types import ModuleType
 
 import pytest
+from tiers import slow_except
 
 from byzpg import _registry, robust
 from byzpg.robust.certificates import certificate
@@ -20,11 +21,23 @@ def examples_of(module: ModuleType) -> list[doctest.DocTest]:
     return [test for test in doctest.DocTestFinder().find(module, module.__name__) if test.examples]
 
 
-EXAMPLES = [test for module in MODULES for test in examples_of(module)]
+EXAMPLES = {test.name.removeprefix("byzpg.robust."): test for module in MODULES for test in examples_of(module)}
+# What they show is tested elsewhere as well, and they compile for seconds.
+LONG = {
+    "adaptive.Adaptive",
+    "attacks.Dissensus",
+    "attacks.MDAFooling",
+    "attacks.Normalized",
+    "certificates.certificate",
+    "functions.aggregator",
+    "geometry.Cloud",
+    "least_diameter.least_diameter_subset",
+}
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda test: test.name.removeprefix("byzpg.robust."))
-def test_examples_are_true(example: doctest.DocTest):
+@pytest.mark.parametrize("name", slow_except(EXAMPLES.keys() - LONG, EXAMPLES))
+def test_examples_are_true(name: str):
+    example = EXAMPLES[name]
     output: list[str] = []
     doctest.DocTestRunner().run(example, out=output.append)
     assert not output, "".join(output)
@@ -34,7 +47,7 @@ def test_examples_are_true(example: doctest.DocTest):
     "item", [*COMPONENTS, exchange, certificate], ids=lambda item: f"{item.__module__}.{item.__name__}"
 )
 def test_there_is_an_example(item: type):
-    assert any(test.name == f"{item.__module__}.{item.__name__}" for test in EXAMPLES)
+    assert any(test.name == f"{item.__module__}.{item.__name__}" for test in EXAMPLES.values())
 
 
 @pytest.mark.parametrize("component", COMPONENTS, ids=lambda item: f"{item.__module__}.{item.__name__}")

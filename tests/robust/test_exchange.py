@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import twins
+from tiers import slow_except
 
 from byzpg.robust import aggregators, agreement, attacks, least_diameter
 from byzpg.robust import exchange as module
@@ -173,9 +174,27 @@ LAW = (
     (agreement.GDA(), attacks.AvgZero(), "parameters"),
     (agreement.TrimmedMeanAgreement(), HalfSilent(), "parameters"),
 )
+# Of every way to compute a round one: the same for all, in parts, from products, by coordinate, with keys, alone.
+FEW_OF_THE_LAW = (
+    (aggregators.Mean(), attacks.SignFlip(), "gradients"),
+    (aggregators.RFA(), HalfSilent(), "gradients"),
+    (aggregators.Krum(), attacks.NonFinite(), "parameters"),
+    (aggregators.MoNNA(), attacks.IPM(), "gradients"),
+    (aggregators.Median(), attacks.Silent(), "gradients"),
+    (aggregators.TrimmedMean(), attacks.LargeNoise(target="parameters"), "gradients"),
+    (aggregators.NNM(aggregators.Median()), SPLIT, "parameters"),
+    (drawn(), attacks.IPM(), "gradients"),
+    (agreement.GDA(), attacks.Dissensus(), "parameters"),
+    (agreement.TrimmedMeanAgreement(), HalfSilent(), "parameters"),
+)
 
 
-@pytest.mark.parametrize(("rule", "attack", "phase"), LAW, ids=str)
+# Each has a program of its own. That every rule is its naive twin is tested where rules are tested.
+@pytest.mark.parametrize(
+    ("rule", "attack", "phase"),
+    [each if each in FEW_OF_THE_LAW else pytest.param(*each, marks=pytest.mark.slow) for each in LAW],
+    ids=str,
+)
 def test_every_receiver_gets_the_rule_of_what_it_holds(rule, attack, phase):
     assert_law(ask(rule, attack, phase)[0], rule, attack, phase)
 
@@ -243,6 +262,7 @@ def test_own_rows_reach_a_rule_inside_another():
     np.testing.assert_allclose(ask(rule, attack)[0], ask(aggregators.MoNNA(), attack)[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_search_cut_short_is_a_clear_error():
     rows = np.random.default_rng(0).normal(size=(17, 3)).astype(np.float32)  # too many subsets to list
     with pytest.raises(SearchLimitError, match="node_limit = 2"):
@@ -390,15 +410,18 @@ WATCHED = WatchedSplit(scale=3.0)
         (aggregators.TrimmedMean(), attacks.SignFlip(), 7500),  # one for the honest, and each attacker
         (aggregators.TrimmedMean(), attacks.Equivocate(scale=3.0), 7500),  # one for each half, and each attacker
         (aggregators.RFA(), attacks.MDAFooling(), 250),
-        (BUCKETS, attacks.SignFlip(), 250),
+        pytest.param(BUCKETS, attacks.SignFlip(), 250, marks=pytest.mark.slow),
         # Receivers of the same messages share products, and draw buckets of their own: one by one, and four at once.
-        (DISTANT_BUCKETS, attacks.Equivocate(scale=3.0), 7500),
-        (DISTANT_BUCKETS, attacks.Equivocate(scale=3.0), 17_001),
-        (DISTANT_BUCKETS, SilentToSome(), 17_001),
-        (DISTANT_BUCKETS, HalfSilent(), 17_001),  # it does not say who gets the same
-        (agreement.GDA(), attacks.Equivocate(scale=3.0), 17_001),
-        (agreement.MDA(), SilentToSome(), 17_001),
-        (aggregators.NNM(aggregators.TrimmedMean()), attacks.Equivocate(scale=3.0), 7500),
+        pytest.param(DISTANT_BUCKETS, attacks.Equivocate(scale=3.0), 7500, marks=pytest.mark.slow),
+        pytest.param(DISTANT_BUCKETS, attacks.Equivocate(scale=3.0), 17_001, marks=pytest.mark.slow),
+        pytest.param(DISTANT_BUCKETS, SilentToSome(), 17_001, marks=pytest.mark.slow),
+        # It does not say who gets the same.
+        pytest.param(DISTANT_BUCKETS, HalfSilent(), 17_001, marks=pytest.mark.slow),
+        pytest.param(agreement.GDA(), attacks.Equivocate(scale=3.0), 17_001, marks=pytest.mark.slow),
+        pytest.param(agreement.MDA(), SilentToSome(), 17_001, marks=pytest.mark.slow),
+        pytest.param(
+            aggregators.NNM(aggregators.TrimmedMean()), attacks.Equivocate(scale=3.0), 7500, marks=pytest.mark.slow
+        ),
         (aggregators.TrimmedMean(), attacks.LargeNoise(), 7500),  # random messages, which are not compared
     ],
     ids=str,
@@ -430,6 +453,7 @@ class Kept(aggregators.Mean):
         return aggregators.Krum().coefficients(cloud, num_byzantine, key)
 
 
+@pytest.mark.slow
 def test_a_subclass_of_the_mean_may_need_distances():
     vectors = 1e-3 * true_vectors()
     vectors[0] = 1e5  # an honest agent, far from all others
@@ -498,8 +522,8 @@ SHARED = (
 )
 
 
-@pytest.mark.parametrize("attack", [Scripted(), Announced()], ids=str)
-@pytest.mark.parametrize(("rule", "size"), SHARED, ids=str)
+@pytest.mark.parametrize("attack", slow_except([Announced()], [Scripted(), Announced()]), ids=str)
+@pytest.mark.parametrize(("rule", "size"), [pytest.param(*SHARED[0], marks=pytest.mark.slow), *SHARED[1:]], ids=str)
 def test_many_receivers_share_their_work(rule, size, attack, group_bytes, monkeypatch):
     """What large federations use, at a size that can be done by hand: integers, so that ties are real."""
     monkeypatch.setattr(least_diameter, "TABLE_LIMIT", 0)
@@ -558,6 +582,7 @@ def test_a_server_has_what_an_honest_agent_has():
                 np.testing.assert_allclose(of_run, getattr(diagnostics, name), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_byzantine", [F, 0])
 def test_rounds_that_share_code_on_gpus(num_byzantine, monkeypatch):
     """A rule is applied once to the rounds of all attacks, equivocal or not; without Byzantine agents it is a mean."""

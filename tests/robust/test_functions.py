@@ -23,7 +23,11 @@ PAIRS: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "twin"), PAIRS, ids=lambda rule: str(rule))
+@pytest.mark.parametrize(
+    ("rule", "twin"),
+    [*PAIRS[:2], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS[2:])],
+    ids=lambda rule: str(rule),
+)
 def test_a_function_gets_the_usable_rows_and_what_is_left_of_f(rule: Any, twin: Any) -> None:
     """Its twin is written for missing rows. Were they zeros, or f not reduced, the trimmed mean would differ."""
     present = np.ones(9, bool)

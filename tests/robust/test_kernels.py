@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import slow_except
 
 from byzpg._registry import parse
 from byzpg.robust import SignFlip, exchange, geometry, kernels
@@ -25,8 +26,18 @@ def rows_of(num_first: int, num_more: int, dimension: int) -> tuple[Rows, np.nda
     return rows, np.concatenate([vectors[order], more])
 
 
-@pytest.mark.parametrize("dimension", LENGTHS)
-@pytest.mark.parametrize(("num_first", "num_more"), [(1, 0), (10, 3), (FEWEST, 0), (FEWEST, 1), (26, 6)])
+# Each has programs of its own, which run without a GPU step by step.
+@pytest.mark.parametrize(
+    ("num_first", "num_more", "dimension"),
+    [
+        sizes
+        if sizes in ((FEWEST, 1, LENGTHS[1]), (26, 6, LENGTHS[2]))
+        else pytest.param(*sizes, marks=pytest.mark.slow)
+        for sizes in (
+            (*number, length) for number in ((1, 0), (10, 3), (FEWEST, 0), (FEWEST, 1), (26, 6)) for length in LENGTHS
+        )
+    ],
+)
 def test_products_of_long_rows_are_those_of_their_naive_twins(num_first: int, num_more: int, dimension: int) -> None:
     rows, raw = rows_of(num_first, num_more, dimension)
     centre = jnp.linspace(1, 3, dimension)
@@ -63,7 +74,7 @@ def test_long_rows_that_fit() -> None:
 RULES = ["Mean", "RFA", "CenteredClipping(radius=0.1)", "ARC(RFA)", "NNM(TrimmedMean)", "MDA"]
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", slow_except(["RFA"], RULES))
 def test_a_round_of_messages_is_the_same_with_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule: Any = parse("agreement" if name == "MDA" else "aggregator", name)
     vectors = 1e-3 * jax.random.normal(jax.random.key(0), (13, COLUMNS + 1)) + 5

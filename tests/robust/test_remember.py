@@ -162,8 +162,11 @@ def test_a_lie_that_depends_on_others_messages_is_found_even_if_nothing_repeats(
     np.testing.assert_array_equal(weights[-50:, :F], 0)
 
 
-@pytest.mark.parametrize("at_server", [True, False])
-@pytest.mark.parametrize(("attack", "at_once"), [(ALIE(), K), (AvgZero(), 4), (LargeNoise(), 2)])
+@pytest.mark.parametrize("at_server", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize(
+    ("attack", "at_once"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((ALIE(), K), (AvgZero(), 4))), (LargeNoise(), 2)],
+)
 def test_every_receiver_has_memories_of_its_own(
     attack: Attack, at_once: int, at_server: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
