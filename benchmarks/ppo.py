@@ -98,7 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() if arguments.keep is None else nullcontext(arguments.keep) as folder:
         paths = {attack: Path(folder) / attack for attack in cells}
         for attack, config in cells.items():
-            if not paths[attack].exists():
+            if not (paths[attack] / "config.json").exists():
                 RunDirectory.create(paths[attack], config.resolved())
             elif RunDirectory.open(paths[attack]).settings() != config.resolved():
                 parser.error(f"{paths[attack]} is a run with other options; name another directory, or remove it.")

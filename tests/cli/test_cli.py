@@ -203,7 +203,6 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "checkpoint.npz").exists()
 
 
-@pytest.mark.slow
 def test_ctrl_c_stops_gracefully_and_resume_does_the_rest(run: Path, tmp_path: Path) -> None:
     """From the configuration of the run above, so that both can be compared to the bit."""
     training = forked("train", "--config", run / "config.json", "--directory", "again", folder=tmp_path)

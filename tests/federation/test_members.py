@@ -248,7 +248,6 @@ def test_a_member_that_restarts_among_others_than_before_begins_its_memory_anew(
     np.testing.assert_array_equal(found[2], found[1])
 
 
-@pytest.mark.slow
 def test_a_server_remembers_what_its_simulated_twin_remembers() -> None:
     settings = Config(algorithm="ByzPPO", **REMEMBERS).resolved()
     federation, schedule = settings.federation(), settings.schedule()

@@ -612,7 +612,6 @@ def test_a_peer_that_fell_behind_continues_with_the_others_state(every: int) -> 
     assert np.all(np.isfinite(late.begin(2)))
 
 
-@pytest.mark.slow
 def test_an_attacker_lies_block_by_block_as_in_the_simulator() -> None:
     member = peers()[1]
     truth = np.arange(member.dimension, dtype=np.float32)

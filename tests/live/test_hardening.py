@@ -197,7 +197,6 @@ def test_one_behind_and_one_without_its_directory(federation: Federation, metric
     assert federation.events("dave", "forgotten")
 
 
-@pytest.mark.slow
 def test_a_member_that_lost_its_messages_signs_no_others(federation: Federation) -> None:
     """Without alice and dave there is no quorum, so the others still compare what dave sends with what he has sent."""
     damages, forgotten = new_events(federation, "dave", "damaged"), new_events(federation, "dave", "forgotten")

@@ -610,11 +610,12 @@ def _combine(
     """
     own_row = None if own is None else jnp.asarray(own)
     cloud = Cloud.received(received, present, len(received) - num_byzantine, own_row)
-    to_rule: dict[str, Any] = {"num_byzantine": num_byzantine, "key": key}
     if memory is None:
-        applied = apply_at_receiver(rule, cloud, **to_rule, with_weights=rule.has_weights)
+        applied = apply_at_receiver(rule, cloud, num_byzantine=num_byzantine, key=key, with_weights=rule.has_weights)
     else:
-        applied, memory = rule.recall(received, memory, present=present, own=own_row, **to_rule)
+        applied, memory = rule.recall(
+            received, memory, present=present, own=own_row, num_byzantine=num_byzantine, key=key
+        )
     distances = jnp.where(jnp.isfinite(cloud.distances()), cloud.distances(), 0)
     return applied.result, applied.weights, jnp.sqrt(jnp.max(distances)), applied.defined, memory
 

@@ -10,7 +10,7 @@ On a host task, episodes are played between programs, and the rest of an iterati
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -315,7 +315,7 @@ class _Table:
         return rows[: num_seeds * every : every]
 
 
-@cache  # on a host task, it is asked outside compiled programs, in every iteration
+@lru_cache(maxsize=256)  # on a host task, it is asked outside compiled programs, in every iteration
 def _tables(codes: Federations) -> tuple[_Table, ...]:
     kinds: dict[Federation, list[int]] = {}
     for index, code in enumerate(codes):

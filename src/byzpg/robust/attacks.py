@@ -33,7 +33,7 @@ from byzpg.robust.components import (
     is_own,
     trying,
 )
-from byzpg.robust.geometry import Cloud, dot, squared_distances, stored, sum_of_rows
+from byzpg.robust.geometry import Cloud, dot, is_sound, squared_distances, stored, sum_of_rows
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.rules import SAMPLE_DIMENSION, Rule
 
@@ -484,18 +484,19 @@ class _LineSearch(MessageAttack):
         majority = knowledge.num_agents - knowledge.num_byzantine
         cloud = Cloud.received(ends, None, majority, victim)
         itself = jnp.eye(knowledge.num_agents, knowledge.num_agents + 1, dtype=mean.dtype)
-        as_mean = jnp.append(honest, False) / jnp.asarray(knowledge.num_honest, mean.dtype)
+        as_mean = jnp.append(honest, False).astype(mean.dtype) / knowledge.num_honest
 
         def damage(factor: Array) -> Array:
             points = jnp.where(honest[:, None], itself, factor * itself + (1 - factor) * as_mean)
-            received = cloud.mixed(points, cloud.usable, victim)
+            usable = cloud.usable & (honest | is_sound(mean + factor * step))
+            received = cloud.mixed(points, usable, victim)
             result = rule.combine(received, knowledge.num_byzantine, jax.random.fold_in(knowledge.key, 0))
             return self.harm(result, mean)
 
         sizes = self.largest / 2.0 ** jnp.arange(self.candidates, dtype=mean.dtype)
         factors = jnp.concatenate([-sizes, sizes])
         # A GPU tries as many at once as fit. On a CPU, that takes no less time, and more to compile.
-        tried = mean.nbytes * (1 if rule.has_weights else 2 * knowledge.num_agents)
+        tried = 2 * knowledge.vectors.nbytes  # a rule may need all points, and a copy of them
         at_once = None if jax.default_backend() == "cpu" else max(1, BYTES_TRIED_AT_ONCE // tried)
         harm = lax.map(damage, factors, batch_size=at_once)
         best = factors[jnp.argmax(jnp.where(jnp.isfinite(harm), harm, -1))]
