@@ -237,7 +237,6 @@ def check_exchanges() -> None:
     assert max(lengths) <= 2 * NUM_AGENTS, sent
 
 
-@pytest.mark.slow
 def test_exchanges_are_divided_by_coordinate(tmp_path: Path) -> None:
     assert in_eight(tmp_path, "check_exchanges()").wait() == 0, (tmp_path / "said").read_text()
 
