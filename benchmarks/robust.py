@@ -79,7 +79,9 @@ RULES: dict[str, tuple[aggregators.Aggregator | agreement.Agreement, Callable | 
     "agreement.GDA": (agreement.GDA(), lambda x, f: twins.agree_gda(x, 0, f)),
     "agreement.TrimmedMean": (agreement.TrimmedMeanAgreement(), lambda x, f: twins.agree_trimmed_mean(x, 0, f)),
 }
+SIZES = [(13, 386), (13, 4_996), (50, 100_000)]
 # At a server, `--attacks`.
+COSTED_SIZES = [(13, 4_996), (13, 72_000)]
 COSTED = (
     attacks.SignFlip(),
     attacks.LargeNoise(),
@@ -358,16 +360,23 @@ def against(num_agents: int, dimension: int, f: int) -> None:
             )
 
 
+def _size(text: str) -> tuple[int, ...]:
+    num_agents, dimension = text.split("x")
+    return int(num_agents), int(dimension)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["13x386", "13x4996", "50x100000"], metavar="KxD")
+    parser.add_argument("--sizes", nargs="+", type=_size, metavar="KxD", help="default: those in docs/results")
     parser.add_argument("--one", choices=list(RULES), help="measure this rule alone at the first size: ms, f, peak GiB")
     parser.add_argument("--without-naive", action="store_true", help="leave out baseline (a)")
     parser.add_argument("--costs", action="store_true", help="compare the rules of the audit's leaderboard instead")
     parser.add_argument("--attacks", action="store_true", help="compare attacks with an exchange without any instead")
     parser.add_argument("--against", action="store_true", help="compare with ByzFL and ByzPy instead")
     arguments = parser.parse_args()
-    sizes = [tuple(int(part) for part in size.split("x")) for size in arguments.sizes]
+    if arguments.against and arguments.sizes:
+        parser.error("--against has two sizes of its own; leave out --sizes.")
+    sizes = arguments.sizes or (COSTED_SIZES if arguments.attacks else SIZES)
     if arguments.one:
         one(arguments.one, *sizes[0])
         return
@@ -378,7 +387,7 @@ def main() -> None:
         costs(sizes)
         return
     if arguments.attacks:
-        attack_costs([(13, 4_996), (13, 72_000)])
+        attack_costs(sizes)
         return
     if arguments.against:
         for size in AGAINST_SIZES:

@@ -33,6 +33,7 @@ LONG = {
     "geometry.Cloud",
     "least_diameter.least_diameter_subset",
 }
+assert EXAMPLES.keys() >= LONG
 
 
 @pytest.mark.parametrize("name", slow_except(EXAMPLES.keys() - LONG, EXAMPLES))
