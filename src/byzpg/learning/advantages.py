@@ -172,7 +172,8 @@ def objective(policy: Policy, critic: Critic, parameters: Array, steps: Steps, o
     With `largest_kl`, less 100 times what D = mean(r − 1 − log r) exceeds it by. D is an estimate of KL(π_played ‖ π)
     that is unbiased and never negative.
     """
-    actor, weights = policy.unflatten(parameters[: policy.dimension]), critic.unflatten(parameters[policy.dimension :])
+    of_policy, of_critic = jnp.split(parameters, [policy.dimension])
+    actor, weights = policy.unflatten(of_policy), critic.unflatten(of_critic)
     outputs = policy.outputs(actor, steps.observations)
     log_ratios = policy.log_probability(actor, outputs, steps.actions) - steps.log_probabilities
     ratios = jnp.exp(log_ratios)

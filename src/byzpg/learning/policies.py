@@ -28,6 +28,15 @@ Numbers = tuple[Array, ...]  # one array per number
 Weights = tuple[Any, ...]
 
 
+def _split(parameters: Array, sizes: list[int]) -> list[Array]:
+    """Split parameters [d] into consecutive parts of these sizes, and leave out what follows.
+
+    The gradient of a slice is as long as what it is a slice of, and they would all be added. That of a split is one
+    concatenation.
+    """
+    return jnp.split(parameters, list(accumulate(sizes)))[:-1]
+
+
 @dataclass(frozen=True)
 class Model(Component):
     """A network over θ [d].
@@ -128,11 +137,9 @@ class MLP(Model):
 
     def unflatten(self, parameters: Array) -> Weights:
         """Split the parameters into the weights [in, out] and biases [out] of the layers."""
-        parts, start = [], 0
-        for shape in self._shapes:
-            parts.append(parameters[start : start + prod(shape)].reshape(shape))
-            start += prod(shape)
-        return tuple(zip(parts[::2], parts[1::2], strict=True))
+        parts = _split(parameters, [prod(shape) for shape in self._shapes])
+        shaped = [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return tuple(zip(shaped[::2], shaped[1::2], strict=True))
 
     def outputs(self, weights: Weights, observations: Array) -> Array:
         layers = weights[: len(self.hidden) + 1]
@@ -199,14 +206,11 @@ class OwnNetwork(Model):
     def unflatten(self, parameters: Array) -> Weights:
         """Split the parameters into the pytree that the network takes and, if it normalizes, means and deviations."""
         leaves, structure = jax.tree.flatten(self._shapes)
-        ends = accumulate((leaf.size for leaf in leaves), initial=0)
-        parts = [parameters[start:end] for start, end in pairwise(ends)]
-        shaped = (part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True))
+        statistics = 2 * [self.observation_size] if self.normalizes else []
+        parts = _split(parameters, [leaf.size for leaf in leaves] + statistics)
+        shaped = (part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=False))
         tree = jax.tree.unflatten(structure, shaped)
-        if not self.normalizes:
-            return (tree,)
-        statistics = parameters[self._size :][: 2 * self.observation_size]
-        return tree, (statistics[: self.observation_size], statistics[self.observation_size :])
+        return (tree, tuple(parts[-2:])) if self.normalizes else (tree,)
 
     def outputs(self, weights: Weights, observations: Array) -> Array:
         if self.normalizes:
@@ -363,7 +367,8 @@ class Gaussian(Policy):
         return jnp.append(network, jnp.full(self.action_size, self.initial_log_std))
 
     def unflatten(self, parameters: Array) -> Weights:
-        return (*super().unflatten(parameters), (parameters[-self.action_size :],))
+        network, log_std = _split(parameters, [super().dimension, self.action_size])
+        return (*super().unflatten(network), (log_std,))
 
     def deviates(self, noise: Array) -> Array:
         # A uniform draw can be 0, where the inverse of the normal distribution function is −∞.
