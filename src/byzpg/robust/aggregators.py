@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from byzpg.robust.components import Vectors, check_choice, check_count, check_finite, check_positive
-from byzpg.robust.geometry import Cloud, dot, is_sound
+from byzpg.robust.geometry import Cloud, dot, inner_products, is_sound
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.order_statistics import (
     NETWORK_LIMIT,
@@ -1164,16 +1164,17 @@ class Remember(PreAggregator):
 
     def _updated(self, memory: Memories, messages: Array, usable: Array) -> Memories:
         """The memory with one more message of each usable agent; the other rows are zero."""
-        lengths = jnp.sqrt(jnp.sum(jnp.square(messages), axis=1))
+        products = inner_products(messages, usable)
+        lengths = jnp.sqrt(jnp.diagonal(products))
         typical = jnp.nanmedian(jnp.where(usable, lengths, jnp.nan))
         # Else one long message would be remembered for as long as it is long, and decide others' products with it.
-        cut = messages * jnp.minimum(1, typical / jnp.maximum(lengths, 1e-30))[:, None]
-        products = dot(cut, cut.T) / jnp.maximum(typical, 1e-30)
+        factors = jnp.minimum(1, typical / jnp.maximum(lengths, 1e-30))
+        products *= factors[:, None] * factors / jnp.maximum(typical, 1e-30)
 
         def updated(old: Array, new: Array, known: Array) -> Array:
             return old + jnp.where(known, new - old, 0) / self.exchanges
 
         return Memories(
-            updated(memory.messages, cut, usable[:, None]),
+            updated(memory.messages, messages * factors[:, None], usable[:, None]),
             updated(memory.products, products, usable[:, None] & usable),
         )

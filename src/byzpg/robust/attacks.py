@@ -33,7 +33,7 @@ from byzpg.robust.components import (
     is_own,
     trying,
 )
-from byzpg.robust.geometry import Cloud, dot, is_sound, squared_distances, stored, sum_of_rows
+from byzpg.robust.geometry import Cloud, dot, inner_products, is_sound, squared_distances, stored, sum_of_rows
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.rules import SAMPLE_DIMENSION, Rule
 
@@ -606,7 +606,7 @@ class Normalized(_LineSearch, _Directed):
 
 def _principal_axis(around_mean: Array) -> Array:
     """Return the unit direction [d] in which the rows [h, d] spread most."""
-    _, directions = jnp.linalg.eigh(dot(around_mean, around_mean.T))
+    _, directions = jnp.linalg.eigh(inner_products(around_mean))
     axis = dot(directions[:, -1], around_mean)
     return axis / jnp.maximum(jnp.linalg.norm(axis), 1e-30)
 
@@ -662,7 +662,7 @@ class MinMax(_Directed):
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         mean, around_mean, step = knowledge.mean(), knowledge.honest_around_mean(), self.away(knowledge)
-        gram = dot(around_mean, around_mean.T)
+        gram = inner_products(around_mean)
         square, slope = jnp.diagonal(gram), -dot(around_mean, step)
         size = self._step(squared_distances(gram), square, slope, jnp.sum(jnp.square(step)))
         return knowledge.same_for_all(mean + size * step)
@@ -876,7 +876,7 @@ class MDAFooling(MessageAttack):
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         around_mean = knowledge.honest_around_mean()
-        gram = dot(around_mean, around_mean.T)
+        gram = inner_products(around_mean)
         distances = squared_distances(gram)
         size = max(1, knowledge.num_honest - knowledge.num_byzantine)
         usable = jnp.ones(len(gram), bool)

@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
+from byzpg.robust import kernels
 from byzpg.robust.aggregators import Mean
 from byzpg.robust.attacks import Attack, Knowledge, NoAttack
 from byzpg.robust.components import (
@@ -37,13 +38,13 @@ from byzpg.robust.geometry import (
     Products,
     SharedRows,
     ascending_rows,
-    dot,
+    inner_products,
     is_sound,
     repeated,
     squared_distances,
     stored,
 )
-from byzpg.robust.kernels import Rows, inner_products
+from byzpg.robust.kernels import Rows
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors, coefficients_at_receiver
 
 # Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
@@ -721,11 +722,10 @@ def _products_around(centre: Array, vectors: Array, chosen: Array, shards: Shard
     rows = Rows(vectors, chosen, vectors[:0])
 
     def plain() -> Array:
-        around = rows.joined - centre
-        return dot(around, around.T)
+        return inner_products(rows.joined - centre)
 
     def in_kernel() -> Array:
-        return inner_products(rows, centre, only_finite=False)
+        return kernels.inner_products(rows, centre, only_finite=False)
 
     return by_platform(cuda=in_kernel if shards.coordinates == 1 and rows.fit_kernels else None, default=plain)
 
