@@ -349,7 +349,7 @@ def test_a_search_sees_what_the_first_honest_agent_would_receive(rule, at_victim
 
     found = np.asarray(attack.false_messages(knowledge, jnp.arange(7)))[0, 0]
     sizes = 1000.0 / 2.0 ** np.arange(12)
-    harm = {factor: damage(factor) for factor in np.append(-sizes, sizes)}
+    harm = {factor: damage(factor) for factor in np.append(-sizes, sizes).tolist()}
     chosen = min(harm, key=lambda factor: abs(factor - (found @ mean / (mean @ mean) - 1)))
     assert harm[chosen] == pytest.approx(max(harm.values()), rel=1e-3)
     assert sorted(harm.values())[len(harm) // 2] < 0.9 * max(harm.values())  # most factors do less harm

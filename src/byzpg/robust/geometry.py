@@ -141,7 +141,7 @@ def inner_products(rows: Array, usable: Array | None = None) -> Array:
     if tiled:
         tiles = jnp.swapaxes(rows[:, :tiled].reshape(num_rows, -1, TILE), 0, 1)
         products += jnp.sum(jax.vmap(_row_products)(tiles, tiles), axis=0)
-    return products if usable is None else jnp.where(usable[:, None] & usable[None, :], products, 0)
+    return jnp.asarray(products) if usable is None else jnp.where(usable[:, None] & usable[None, :], products, 0)
 
 
 def ascending_rows(rows: Array, usable: Array) -> Array:
