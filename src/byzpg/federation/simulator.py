@@ -872,6 +872,7 @@ class _Iteration:
                     phase=phase,
                     at_server=federation.centralized,
                     block=block,
+                    same_attackers=memories is not None and federation.byzantine_set.never_changes,
                     vectors=vectors[here],
                     byzantine=attackers,
                     keys=message_keys[here],

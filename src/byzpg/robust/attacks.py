@@ -906,7 +906,14 @@ class MDAFooling(MessageAttack):
 
 @dataclass(frozen=True)
 class ByzantineSet(Component, ABC):
-    """Which agents attack in which iteration. Subclasses implement the call."""
+    """Which agents attack in which iteration. Subclasses implement the call.
+
+    Attributes:
+        never_changes: Whether a run's set is the same in every iteration. Honest agents that always receive the same
+            then remember the same, which is computed once.
+    """
+
+    never_changes: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
@@ -932,6 +939,7 @@ class FixedSet(ByzantineSet):
         [0 2]
     """
 
+    never_changes: ClassVar[bool] = True
     members: tuple[int, ...] | None = None
 
     def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:

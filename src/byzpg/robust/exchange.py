@@ -13,6 +13,7 @@ an honest state.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal
 
 import jax
@@ -241,6 +242,7 @@ class _Setting:
     phase: Phase
     at_server: bool
     block: int = 0
+    same_attackers: bool = False  # in every iteration, so that honest agents remember the same if they hear the same
     diagnose: bool = True
     shards: Shards = ONE_DEVICE
 
@@ -269,12 +271,13 @@ class Round:
         phase: Phase,
         at_server: bool,
         block: int = 0,
+        same_attackers: bool = False,
         **data: Any,
     ) -> "Round":
         """The round of one run, for a rule and an attack that have their numbers."""
         rule, rule_numbers = without_numbers(rule)
         attack, attack_numbers = without_numbers(attack)
-        code = _Setting(rule, attack, num_byzantine, phase, at_server, block)
+        code = _Setting(rule, attack, num_byzantine, phase, at_server, block, same_attackers)
         return cls(code, rule_numbers=rule_numbers, attack_numbers=attack_numbers, **data)
 
     @property
@@ -368,7 +371,8 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
 def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Any]:
     """Apply a rule that remembers at every receiver of one run: each has memories of its own.
 
-    All devices of a mesh do the same, unless the coordinates are divided among them.
+    Where all honest agents remember the same, one of them stands for all. All devices of a mesh do the same, unless the
+    coordinates are divided among them.
     """
     setting, knowledge = round_.setting, round_.knowledge
     rule, byzantine, vectors = setting.rule, knowledge.byzantine, knowledge.vectors
@@ -390,10 +394,14 @@ def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Any]:
         return applied.result, applied.weights, memories
 
     num_agents, dimension = vectors.shape
-    receivers = jnp.asarray([num_agents]) if setting.at_server else jnp.arange(num_agents)
+    receivers, memories = jnp.asarray([num_agents]) if setting.at_server else jnp.arange(num_agents), round_.memories
+    stands_for = None
+    if setting.same_attackers and not (setting.at_server or rule.differs_by_receiver or false_rows.ndim == 3):
+        receivers, stands_for = _one_for_all(knowledge, knowledge.honest[0])
+        memories = jax.tree.map(itemgetter(receivers), memories)
     at_once = min(_num_fitting(16 * num_agents * dimension), len(receivers))
-    each = receivers, round_.memories, jnp.arange(len(receivers))
-    results, weights, memories = lax.map(at_receiver, each, batch_size=at_once)
+    found = lax.map(at_receiver, (receivers, memories, jnp.arange(len(receivers))), batch_size=at_once)
+    results, weights, memories = found if stands_for is None else jax.tree.map(itemgetter(stands_for), found)
     return results, _diagnostics(replace(setting, shards=shards), knowledge, results, weights), memories
 
 
@@ -585,9 +593,13 @@ def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | N
             return order, messages.true_row
         order = jnp.concatenate([order[device::num_devices] for device in range(num_devices)])
         return order, jnp.zeros(num_agents, int).at[order].set(jnp.arange(num_agents))
-    # All honest receivers hold the same rows, so one of them stands for all. Each attacker also has its true vector.
-    stands_for = jnp.where(knowledge.is_honest, 0, 1 + _place_among(num_agents, knowledge.byzantine))
-    return jnp.append(messages.witness, knowledge.byzantine), stands_for
+    return _one_for_all(knowledge, messages.witness)
+
+
+def _one_for_all(knowledge: Knowledge, honest: Array) -> tuple[Array, Array]:
+    """As `_receivers`, where all honest agents hold the same rows: one stands for all. Attackers know their vectors."""
+    stands_for = jnp.where(knowledge.is_honest, 0, 1 + _place_among(knowledge.num_agents, knowledge.byzantine))
+    return jnp.append(honest, knowledge.byzantine), stands_for
 
 
 def _at_receivers(setting: _Setting, messages: _Messages, key: Array, receivers: Array) -> tuple[Array, Array | None]:
