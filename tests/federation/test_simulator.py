@@ -401,6 +401,17 @@ def test_a_seed_does_the_same_alone_as_among_others_and_a_federation_too(tmp_pat
     assert not np.array_equal(timetable.plans[1].large, run.large[1, : run.num_iterations[1]])
 
 
+@pytest.mark.parametrize("byzantine_set", ["FixedSet", "RotatingSet"])
+def test_honest_agents_remember_the_same_only_if_the_same_agents_attack(byzantine_set: str) -> None:
+    """An agent that attacks holds its own vector, and remembers it when others attack."""
+    options = {"num_agents": 5, "attack": "SignFlip", "aggregator": "Remember(RFA(), exchanges=2, weight=1)"}
+    simulation = simulation_of(settings_of(**options, byzantine_set=byzantine_set))
+    (state,), _ = simulation.run(simulation.start(), block(LARGE, LARGE, LARGE), 0)
+    (remembered,) = state.received
+    first, *others = np.asarray(remembered.messages[0, :4])
+    assert all(np.array_equal(first, each) for each in others) == (byzantine_set == "FixedSet")
+
+
 @dataclass(frozen=True)
 class Sleeper(MessageAttack):
     """An attack of a user's own, which depends on the iteration."""

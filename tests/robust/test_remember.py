@@ -164,15 +164,20 @@ def test_a_lie_that_depends_on_others_messages_is_found_even_if_nothing_repeats(
 
 @pytest.mark.parametrize("at_server", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize(
-    ("attack", "at_once"),
-    [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((ALIE(), K), (AvgZero(), 4))), (LargeNoise(), 2)],
+    ("attack", "at_once", "same_attackers"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((ALIE(), K, False), (AvgZero(), 4, False))),
+        (LargeNoise(), 2, True),
+        (AvgZero(), 4, True),
+    ],
 )
 def test_every_receiver_has_memories_of_its_own(
-    attack: Attack, at_once: int, at_server: bool, monkeypatch: pytest.MonkeyPatch
+    attack: Attack, at_once: int, same_attackers: bool, at_server: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two runs, in which two attackers send lies to others, and hold their own vectors. LargeNoise equivocates.
 
-    Receivers of a run are served in groups, as the memory of a CPU has it.
+    Receivers of a run are served in groups, as the memory of a CPU has it. If the same agents always attack and do not
+    equivocate, honest agents remember the same, and one of them stands for all.
     """
     byzantine, num_receivers = np.array([2, 7]), 1 if at_server else K
     sizes, in_groups = [], jax.lax.map
@@ -180,6 +185,11 @@ def test_every_receiver_has_memories_of_its_own(
     monkeypatch.setattr(module, "GROUP_BYTES_ON_CPU", at_once * 16 * K * D)
     true, draw = messages(3, 2), np.random.default_rng(4)
     remembered = [draw.normal(size=(2, num_receivers, *shape)).astype(np.float32) for shape in ((K, D), (K, K))]
+    num_served = num_receivers
+    if same_attackers and attack == AvgZero() and not at_server:
+        num_served = 1 + F
+        for each in remembered:
+            each[:, np.delete(np.arange(K), byzantine)] = each[:, :1]
     code, numbers = without_numbers(RULE)
     keys = jax.random.split(jax.random.key(5), 2)
 
@@ -190,6 +200,7 @@ def test_every_receiver_has_memories_of_its_own(
             num_byzantine=F,
             phase="gradients",
             at_server=at_server,
+            same_attackers=same_attackers,
             vectors=vectors,
             byzantine=jnp.asarray(byzantine),
             keys=key,
@@ -201,7 +212,7 @@ def test_every_receiver_has_memories_of_its_own(
     together = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *rounds)
     ((results, report, memories),) = jax.jit(lambda each: exchange_all([each]))(together)
     assert memories is not None
-    assert sizes == [{"batch_size": min(at_once, num_receivers)}]
+    assert sizes == [{"batch_size": min(at_once, num_served)}]
     for run, round_ in enumerate(rounds):
         lies = round_.false_rows(to_each=True)
         assert lies is not None
