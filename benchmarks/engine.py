@@ -4,13 +4,14 @@
     python benchmarks/engine.py growth        # seconds per iteration and their shares for K = 13, 26, 52, 104
     python benchmarks/engine.py federations   # 100 federations of 13 agents × 4,000 trajectories, compilation included
     python benchmarks/engine.py numbers       # federations that differ in numbers: seconds until their first block ends
+    python benchmarks/engine.py critic        # seconds per update of agents with a critic, by rule
     python benchmarks/engine.py coins         # trajectories that ten seeds compute while they wait for each other
     python benchmarks/engine.py train         # `byzpg train` as a newcomer runs it, from the start to the first return
 
 Baseline of `steps`: rollouts alone, as they are usually written: Gymnasium's CartPole and a NumPy network, one step at
-a time. `growth` has the first row, K = 13, as its baseline, `numbers` has one federation, and `coins` has the shared
-coin, with which nobody waits. Times are the best of
-several runs after compilation, where nothing else is said.
+a time. `growth` has the first row, K = 13, as its baseline, `numbers` has one federation, `critic` has plain averaging,
+and `coins` has the shared coin, with which nobody waits. Times are the best of several runs after compilation, where
+nothing else is said.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from byzpg.envs.cartpole import CartPole, State
 from byzpg.federation.agents import PAGEAgent
 from byzpg.federation.algorithms import Federation
 from byzpg.federation.simulator import LARGE, SMALL, Simulation
+from byzpg.learning.advantages import PPO
 from byzpg.learning.gradients import gradient
 from byzpg.learning.policies import Numbers
 from byzpg.learning.rollouts import Clock, Episodes
@@ -189,6 +191,22 @@ def seconds_per_part(federation: Federation) -> list[float]:
     ]
 
 
+def critic() -> None:
+    rules = ("Mean()", "NNM(TrimmedMean())", "CAF()", "Remember(NNM(TrimmedMean()))", "Remember(CAF())")
+    ppo = PPO(environments=4, segment=128, epochs=4, minibatches=4)
+    print("Milliseconds per update, play included, and how many times those of plain averaging:\n")
+    print("| algorithm | network | " + " | ".join(rules) + " |")
+    print("|---|---|" + "---:|" * len(rules), flush=True)
+    for algorithm, width in (("ByzPPO", 64), ("ByzPPO", 256), ("DecByzPPO", 64)):
+        options: dict[str, Any] = {"algorithm": algorithm, "hidden": (width, width), "attack": "AvgZero", "ppo": ppo}
+        found = []
+        for rule in rules:
+            federation = Config(aggregator=rule, **options).resolved().federation()
+            found.append(seconds_per_iteration(federation, 1, LARGE) / ppo.num_updates)
+        cells = " | ".join(f"{each * 1e3:.1f} ({each / found[0]:.1f}×)" for each in found)
+        print(f"| {algorithm} | {width} × {width} | {cells} |", flush=True)
+
+
 def federations(number: int, trajectories: int) -> None:
     started = time.perf_counter()
     marks = []
@@ -294,7 +312,7 @@ def _marks(folder: str, options: tuple[str, ...], to_the_end: bool) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "growth", "federations", "numbers", "coins", "train"))
+    parser.add_argument("what", choices=("steps", "growth", "federations", "numbers", "critic", "coins", "train"))
     parser.add_argument("--number", type=int, default=100)
     parser.add_argument("--trajectories", type=int, default=4000)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)  # of one process of `numbers`
@@ -305,7 +323,15 @@ def main() -> None:
     elif arguments.options is not None:
         first_blocks(arguments.options)
     else:
-        {"steps": steps, "growth": growth, "numbers": numbers, "coins": coins, "train": newcomer}[arguments.what]()
+        modes = {
+            "steps": steps,
+            "growth": growth,
+            "numbers": numbers,
+            "critic": critic,
+            "coins": coins,
+            "train": newcomer,
+        }
+        modes[arguments.what]()
 
 
 if __name__ == "__main__":
