@@ -1,8 +1,9 @@
 """Receivers that remember what each agent sent."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from byzpg.robust.geometry import Cloud
 from byzpg.robust.rules import Applied
 
 K, F, D = 9, 2, 6
+NUMBERS = ("rule_numbers", "attack_numbers")
 RULE = Remember(NNM(TrimmedMean()), exchanges=5.0, weight=3.0)
 
 
@@ -164,51 +166,52 @@ def test_a_lie_that_depends_on_others_messages_is_found_even_if_nothing_repeats(
 
 @pytest.mark.parametrize("at_server", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize(
-    ("attack", "at_once", "same_attackers"),
+    ("attack", "at_once", "remember_the_same"),
     [
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((ALIE(), K, False), (AvgZero(), 4, False))),
-        (LargeNoise(), 2, True),
+        (LargeNoise(), 2, False),
         (AvgZero(), 4, True),
     ],
 )
 def test_every_receiver_has_memories_of_its_own(
-    attack: Attack, at_once: int, same_attackers: bool, at_server: bool, monkeypatch: pytest.MonkeyPatch
+    attack: Attack, at_once: int, remember_the_same: bool, at_server: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two runs, in which two attackers send lies to others, and hold their own vectors. LargeNoise equivocates.
 
     Receivers of a run are served in groups, as the memory of a CPU has it. If the same agents always attack and do not
     equivocate, honest agents remember the same, and one of them stands for all.
     """
-    byzantine, num_receivers = np.array([2, 7]), 1 if at_server else K
+    byzantine, num_receivers = np.array([[2, 7], [0, 4]]), 1 if at_server else K
     sizes, in_groups = [], jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *given, **size: sizes.append(size) or in_groups(*given, **size))
     monkeypatch.setattr(module, "GROUP_BYTES_ON_CPU", at_once * 16 * K * D)
     true, draw = messages(3, 2), np.random.default_rng(4)
     remembered = [draw.normal(size=(2, num_receivers, *shape)).astype(np.float32) for shape in ((K, D), (K, K))]
     num_served = num_receivers
-    if same_attackers and attack == AvgZero() and not at_server:
+    if remember_the_same and not at_server:
         num_served = 1 + F
-        for each in remembered:
-            each[:, np.delete(np.arange(K), byzantine)] = each[:, :1]
+        for each, run in product(remembered, (0, 1)):
+            each[run, np.delete(np.arange(K), byzantine[run])] = each[run, 1]
     code, numbers = without_numbers(RULE)
     keys = jax.random.split(jax.random.key(5), 2)
 
-    def of_run(vectors: jax.Array, key: jax.Array, memories: Memories) -> Round:
+    def of_run(vectors: jax.Array, attackers: jax.Array, key: jax.Array, memories: Memories) -> Round:
         return Round.of(
             with_numbers(code, numbers),
             attack,
             num_byzantine=F,
             phase="gradients",
             at_server=at_server,
-            same_attackers=same_attackers,
+            same_attackers=remember_the_same or attack == LargeNoise(),  # which equivocates
             vectors=vectors,
-            byzantine=jnp.asarray(byzantine),
+            byzantine=attackers,
             keys=key,
             iteration=jnp.array(0),
             memories=memories,
         )
 
-    rounds = [of_run(*each) for each in zip(jnp.asarray(true), keys, map(Memories, *remembered), strict=True)]
+    runs = zip(jnp.asarray(true), jnp.asarray(byzantine), keys, map(Memories, *remembered), strict=True)
+    rounds = [of_run(*each) for each in runs]
     together = jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *rounds)
     ((results, report, memories),) = jax.jit(lambda each: exchange_all([each]))(together)
     assert memories is not None
@@ -218,16 +221,44 @@ def test_every_receiver_has_memories_of_its_own(
         assert lies is not None
         for place in range(num_receivers):
             rows = true[run].astype(np.float64)
-            for number, attacker in enumerate(byzantine):
+            for number, attacker in enumerate(byzantine[run]):
                 if at_server or attacker != place:
                     rows[attacker] = lies[place, number] if lies.ndim == 3 else lies[number]
             expected, *after = twin(rows, *(each[run, place].astype(np.float64) for each in remembered))
             np.testing.assert_allclose(results[run, place], expected, rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(memories.messages[run, place], after[0], rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(memories.products[run, place], after[1], rtol=1e-4, atol=1e-4)
-            honest_mean = np.delete(true[run], byzantine, axis=0).mean(axis=0)
+            honest_mean = np.delete(true[run], byzantine[run], axis=0).mean(axis=0)
             error = np.sum((expected - honest_mean) ** 2)
             np.testing.assert_allclose(report.error[run, place], error, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_random_at_each_receiver_is_computed_for_each() -> None:
+    round_ = Round.of(
+        Remember(Bucketing(RFA())),
+        AvgZero(),
+        num_byzantine=F,
+        phase="gradients",
+        at_server=False,
+        same_attackers=True,
+        vectors=jnp.asarray(messages(8, 1)),
+        byzantine=jnp.array([[2, 7]]),
+        keys=jax.random.split(jax.random.key(9), 1),
+        iteration=jnp.zeros(1, int),
+        memories=Memories(jnp.zeros((1, K, K, D)), jnp.zeros((1, K, K, K))),
+    )
+    round_ = replace(round_, **{name: tuple(jnp.asarray([n]) for n in getattr(round_, name)) for name in NUMBERS})
+    ((results, *_),) = jax.jit(lambda each: exchange_all([each]))(round_)
+    assert len(np.unique(np.asarray(results[0]), axis=0)) == K
+
+
+def test_several_huge_messages_are_cut_to_the_median() -> None:
+    rows = 0.01 * messages(10, 1)[0]
+    rows[:F] *= 8e17 / np.linalg.norm(rows[:F], axis=1, keepdims=True)
+    _, after = recall(RULE, jnp.asarray(rows), Memories(jnp.zeros((K, D)), jnp.zeros((K, K))))
+    _, *expected = twin(rows.astype(np.float64), np.zeros((K, D)), np.zeros((K, K)))
+    np.testing.assert_allclose(after.messages, expected[0], rtol=1e-4)
+    np.testing.assert_allclose(after.products, expected[1], rtol=1e-4)
 
 
 def test_a_call_remembers_nothing() -> None:

@@ -38,7 +38,7 @@ from byzpg.federation.schedule import (
 )
 from byzpg.learning.host_segments import Venue
 from byzpg.learning.rollouts import PlayAttacks
-from byzpg.robust.attacks import ByzantineSet, honest_mask
+from byzpg.robust.attacks import ByzantineSet, FixedSet, honest_mask
 from byzpg.robust.components import with_numbers, without_numbers
 from byzpg.robust.exchange import Diagnostics, Phase, Round, exchange_all, joined
 from byzpg.robust.geometry import stored
@@ -872,7 +872,7 @@ class _Iteration:
                     phase=phase,
                     at_server=federation.centralized,
                     block=block,
-                    same_attackers=memories is not None and federation.byzantine_set.never_changes,
+                    same_attackers=memories is not None and type(federation.byzantine_set) is FixedSet,
                     vectors=vectors[here],
                     byzantine=attackers,
                     keys=message_keys[here],

@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from byzpg.robust.components import Vectors, check_choice, check_count, check_finite, check_positive
-from byzpg.robust.geometry import Cloud, dot, inner_products, is_sound
+from byzpg.robust.geometry import Cloud, dot, is_sound, row_products
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.order_statistics import (
     NETWORK_LIMIT,
@@ -1164,12 +1164,12 @@ class Remember(PreAggregator):
 
     def _updated(self, memory: Memories, messages: Array, usable: Array) -> Memories:
         """The memory with one more message of each usable agent; the other rows are zero."""
-        products = inner_products(messages, usable)
+        products = row_products(messages, messages)
         lengths = jnp.sqrt(jnp.diagonal(products))
         typical = jnp.nanmedian(jnp.where(usable, lengths, jnp.nan))
         # Else one long message would be remembered for as long as it is long, and decide others' products with it.
         factors = jnp.minimum(1, typical / jnp.maximum(lengths, 1e-30))
-        products *= factors[:, None] * factors / jnp.maximum(typical, 1e-30)
+        products = products * factors[:, None] / jnp.maximum(typical, 1e-30) * factors  # in an order without underflow
 
         def updated(old: Array, new: Array, known: Array) -> Array:
             return old + jnp.where(known, new - old, 0) / self.exchanges

@@ -33,7 +33,7 @@ from byzpg.robust.components import (
     is_own,
     trying,
 )
-from byzpg.robust.geometry import Cloud, dot, inner_products, is_sound, squared_distances, stored, sum_of_rows
+from byzpg.robust.geometry import Cloud, dot, is_sound, row_products, squared_distances, stored, sum_of_rows
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.rules import SAMPLE_DIMENSION, Rule
 
@@ -606,7 +606,7 @@ class Normalized(_LineSearch, _Directed):
 
 def _principal_axis(around_mean: Array) -> Array:
     """Return the unit direction [d] in which the rows [h, d] spread most."""
-    _, directions = jnp.linalg.eigh(inner_products(around_mean))
+    _, directions = jnp.linalg.eigh(row_products(around_mean, around_mean))
     axis = dot(directions[:, -1], around_mean)
     return axis / jnp.maximum(jnp.linalg.norm(axis), 1e-30)
 
@@ -662,7 +662,7 @@ class MinMax(_Directed):
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         mean, around_mean, step = knowledge.mean(), knowledge.honest_around_mean(), self.away(knowledge)
-        gram = inner_products(around_mean)
+        gram = row_products(around_mean, around_mean)
         square, slope = jnp.diagonal(gram), -dot(around_mean, step)
         size = self._step(squared_distances(gram), square, slope, jnp.sum(jnp.square(step)))
         return knowledge.same_for_all(mean + size * step)
@@ -876,7 +876,7 @@ class MDAFooling(MessageAttack):
 
     def false_messages(self, knowledge: Knowledge, receivers: Array) -> Array:
         around_mean = knowledge.honest_around_mean()
-        gram = inner_products(around_mean)
+        gram = row_products(around_mean, around_mean)
         distances = squared_distances(gram)
         size = max(1, knowledge.num_honest - knowledge.num_byzantine)
         usable = jnp.ones(len(gram), bool)
@@ -906,14 +906,7 @@ class MDAFooling(MessageAttack):
 
 @dataclass(frozen=True)
 class ByzantineSet(Component, ABC):
-    """Which agents attack in which iteration. Subclasses implement the call.
-
-    Attributes:
-        never_changes: Whether a run's set is the same in every iteration. Honest agents that always receive the same
-            then remember the same, which is computed once.
-    """
-
-    never_changes: ClassVar[bool] = False
+    """Which agents attack in which iteration. Subclasses implement the call."""
 
     @abstractmethod
     def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:
@@ -939,7 +932,6 @@ class FixedSet(ByzantineSet):
         [0 2]
     """
 
-    never_changes: ClassVar[bool] = True
     members: tuple[int, ...] | None = None
 
     def __call__(self, num_agents: int, num_attackers: int, iteration: Array | int, key: Array) -> Array:

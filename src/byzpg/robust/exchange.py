@@ -3,8 +3,8 @@
 Rows that all receivers hold are multiplied once. Messages that attackers sent to one receiver alone are multiplied for
 that receiver. This is done for a group of receivers at a time, so the K × b × d such messages never exist at once.
 Where there are several groups, a rule is applied once for neighbouring receivers that hold the same rows, and messages
-are multiplied once for neighbouring receivers that get the same, if the attack says so. Receivers that remember hold
-different rows anyway: each multiplies its own.
+are multiplied once for neighbouring receivers that get the same, if the attack says so. Each receiver that remembers
+multiplies rows of its own, unless it remembers what another one does.
 
 A receiver's own row is always its true vector, at Byzantine agents too: they send false messages to others, but keep
 an honest state.
@@ -22,8 +22,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from byzpg.robust import kernels
-from byzpg.robust.aggregators import Mean
+from byzpg.robust.aggregators import Mean, Remember
 from byzpg.robust.attacks import Attack, Knowledge, NoAttack
 from byzpg.robust.components import (
     Vectors,
@@ -39,13 +38,13 @@ from byzpg.robust.geometry import (
     Products,
     SharedRows,
     ascending_rows,
-    inner_products,
     is_sound,
     repeated,
+    row_products,
     squared_distances,
     stored,
 )
-from byzpg.robust.kernels import Rows
+from byzpg.robust.kernels import Rows, inner_products
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors, coefficients_at_receiver
 
 # Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
@@ -396,7 +395,9 @@ def _recalled(round_: Round, shards: Shards) -> tuple[Array, Diagnostics, Any]:
     num_agents, dimension = vectors.shape
     receivers, memories = jnp.asarray([num_agents]) if setting.at_server else jnp.arange(num_agents), round_.memories
     stands_for = None
-    if setting.same_attackers and not (setting.at_server or rule.differs_by_receiver or false_rows.ndim == 3):
+    # A rule of a user's own may remember what depends on the receiver.
+    alike = setting.same_attackers and type(rule) is Remember and not (rule.needs_own or rule.differs_by_receiver)
+    if alike and not setting.at_server and false_rows.ndim == 2:
         receivers, stands_for = _one_for_all(knowledge, knowledge.honest[0])
         memories = jax.tree.map(itemgetter(receivers), memories)
     at_once = min(_num_fitting(16 * num_agents * dimension), len(receivers))
@@ -597,7 +598,7 @@ def _receivers(setting: _Setting, messages: _Messages) -> tuple[Array, Array | N
 
 
 def _one_for_all(knowledge: Knowledge, honest: Array) -> tuple[Array, Array]:
-    """As `_receivers`, where all honest agents hold the same rows: one stands for all. Attackers know their vectors."""
+    """As `_receivers`, where all honest agents hold the same: one stands for all. An attacker holds its true vector."""
     stands_for = jnp.where(knowledge.is_honest, 0, 1 + _place_among(knowledge.num_agents, knowledge.byzantine))
     return jnp.append(honest, knowledge.byzantine), stands_for
 
@@ -734,10 +735,11 @@ def _products_around(centre: Array, vectors: Array, chosen: Array, shards: Shard
     rows = Rows(vectors, chosen, vectors[:0])
 
     def plain() -> Array:
-        return inner_products(rows.joined - centre)
+        around = rows.joined - centre
+        return row_products(around, around)
 
     def in_kernel() -> Array:
-        return kernels.inner_products(rows, centre, only_finite=False)
+        return inner_products(rows, centre, only_finite=False)
 
     return by_platform(cuda=in_kernel if shards.coordinates == 1 and rows.fit_kernels else None, default=plain)
 

@@ -128,20 +128,20 @@ def _centred(rows: Array, centre: Array) -> Array:
     return jnp.where(jnp.isfinite(rows), rows - centre, 0)
 
 
-def _row_products(left: Array, right: Array) -> Array:
+def row_products(left: Array, right: Array) -> Array:
     """Return left @ right.T. Under vmap, XLA would compute the transpose as a copy."""
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
-def inner_products(rows: Array, usable: Array | None = None) -> Array:
+def _inner_products(rows: Array, usable: Array) -> Array:
     """Return the inner products [c, c] of the rows [c, d]; 0 where a row is not usable, which need not be finite."""
     num_rows, dimension = rows.shape
     tiled = dimension - dimension % TILE if rows.size > LARGE_PRODUCT else 0
-    products = _row_products(rows[:, tiled:], rows[:, tiled:]) if tiled < dimension else 0
+    products = row_products(rows[:, tiled:], rows[:, tiled:]) if tiled < dimension else 0
     if tiled:
         tiles = jnp.swapaxes(rows[:, :tiled].reshape(num_rows, -1, TILE), 0, 1)
-        products += jnp.sum(jax.vmap(_row_products)(tiles, tiles), axis=0)
-    return jnp.asarray(products) if usable is None else jnp.where(usable[:, None] & usable[None, :], products, 0)
+        products += jnp.sum(jax.vmap(row_products)(tiles, tiles), axis=0)
+    return jnp.where(usable[:, None] & usable[None, :], products, 0)
 
 
 def ascending_rows(rows: Array, usable: Array) -> Array:
@@ -237,7 +237,7 @@ class SharedRows:
         eligible = usable[:candidates]
 
         def products(centre: Array) -> Array:
-            return inner_products(raw - centre, usable)
+            return _inner_products(raw - centre, usable)
 
         def products_in_kernel(centre: Array) -> Array:
             return jnp.where(usable[:, None] & usable[None, :], kernels.inner_products(rows, centre), 0)
@@ -297,9 +297,9 @@ class SharedRows:
         def of_private(centred: Array) -> tuple[Array, Array]:
             # XLA's product copies the second matrix, which is the smaller one where one receiver stands for many.
             # Under vmap, XLA would also transpose it beforehand, so all private rows are one matrix.
-            cross = _row_products(self.centred, centred.reshape(num_receivers * num_private, dimension))
+            cross = row_products(self.centred, centred.reshape(num_receivers * num_private, dimension))
             cross = jnp.swapaxes(cross.reshape(num_rows, num_receivers, num_private), 0, 1)
-            return cross, jax.vmap(inner_products)(centred, private_usable)
+            return cross, jax.vmap(_inner_products)(centred, private_usable)
 
         def joined(usable: Array, centred: Array, cross: Array, inner: Array) -> Products:
             cross = jnp.where(self.usable[:, None] & usable, cross, 0)
