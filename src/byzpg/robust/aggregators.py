@@ -153,15 +153,6 @@ class Mean(WeightedAggregator):
         return cloud.mean_of(cloud.usable)
 
 
-def _sorted(rows: list[Array], usable: list[Array], ranks: range) -> tuple[list[Array], Array]:
-    """Sort the values of each coordinate, missing ones last as +∞; also return the number of usable rows.
-
-    Only the values of these 0-based `ranks` are where they belong.
-    """
-    values = [jnp.where(here, row, jnp.inf) for row, here in zip(rows, usable, strict=True)]
-    return ascending(values, ranks), lax.optimization_barrier(jnp.sum(jnp.stack(usable)))
-
-
 def _sum_of_listed(values: list[Array], first: Array, stop: Array, ranks: range) -> Array:
     """Σ values[j] for first ≤ j < stop, all of which are known to be among `ranks`."""
     return sum(
@@ -240,7 +231,7 @@ class Median(Aggregator):
             num_usable = jnp.sum(cloud.usable)
             return _mean_of_ranks(cloud, (num_usable - 1) // 2, num_usable // 2 + 1)
         ranks = _middle_ranks(num_rows - num_byzantine, num_rows)
-        return _middle(*_sorted(*cloud.rows(), ranks), ranks)[0]
+        return cloud.in_each_coordinate(lambda values, num_usable: _middle(ascending(values, ranks), num_usable, ranks))
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         return 4 * (1 + num_byzantine / (num_agents - 2 * num_byzantine)) ** 2
@@ -267,10 +258,14 @@ class TrimmedMean(Aggregator):
             return _mean_of_ranks(cloud, trim, num_usable - trim)
         # The n − f' smallest of n usable values are as many as the K − f smallest of all: missing ones count as +∞.
         keep = cloud.num_points - num_byzantine
-        values, num_usable = _sorted(*cloud.rows(), range(keep))
-        trim = _faults_left(cloud.num_points, num_usable, num_byzantine)
-        total = sum(values[num_byzantine:keep], _sum_of_listed(values, trim, trim + keep, range(num_byzantine)))
-        return total[0] / (keep - trim)
+
+        def trimmed(values: list[Array], num_usable: Array) -> Array:
+            values = ascending(values, range(keep))
+            trim = _faults_left(cloud.num_points, num_usable, num_byzantine)
+            total = sum(values[num_byzantine:keep], _sum_of_listed(values, trim, trim + keep, range(num_byzantine)))
+            return total / (keep - trim)
+
+        return cloud.in_each_coordinate(trimmed)
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         ratio = num_byzantine / (num_agents - 2 * num_byzantine)
@@ -291,11 +286,14 @@ class MeaMed(Aggregator):
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         num_rows, count = cloud.num_points, cloud.num_points - num_byzantine
-        rows, usable = cloud.rows()
-        values, num_usable = _sorted(rows, usable, range(num_rows))
-        median = _middle(values, num_usable, _middle_ranks(count, num_rows))
-        limit = _least_reach(values, values[count - 1 :], median)
-        return _mean_near(values, median, limit, count)[0]
+
+        def around_median(values: list[Array], num_usable: Array) -> Array:
+            values = ascending(values)
+            median = _middle(values, num_usable, _middle_ranks(count, num_rows))
+            limit = _least_reach(values, values[count - 1 :], median)
+            return _mean_near(values, median, limit, count)
+
+        return cloud.in_each_coordinate(around_median)
 
 
 @dataclass(frozen=True)
@@ -339,12 +337,15 @@ class Bulyan(Aggregator):
         left = lax.fori_loop(0, num_usable - 2 * faults, pick, cloud.usable)
         # With m missing rows, f' = f − m: so K − 2f + m rows were selected, and K − 4f + 3m of them count.
         most, fewest, least = (cloud.num_points - number * num_byzantine for number in (1, 2, 4))
-        rows, selected = cloud.rows(cloud.usable & ~left)
-        values, num_selected = _sorted(rows, selected, range(most))
-        median = _middle(values, num_selected, _middle_ranks(fewest, most))
-        highs = _from_place(values[:most], least - 1, 3, num_byzantine - faults, num_byzantine)
-        limit = _least_reach(values, highs[: 2 * num_byzantine + 1], median)
-        return _mean_near(values[:most], median, limit, num_usable - 4 * faults)[0]
+
+        def around_median(values: list[Array], num_selected: Array, num_usable: Array, faults: Array) -> Array:
+            values = ascending(values, range(most))[:most]
+            median = _middle(values, num_selected, _middle_ranks(fewest, most))
+            highs = _from_place(values, least - 1, 3, num_byzantine - faults, num_byzantine)
+            limit = _least_reach(values, highs[: 2 * num_byzantine + 1], median)
+            return _mean_near(values, median, limit, num_usable - 4 * faults)
+
+        return cloud.in_each_coordinate(around_median, num_usable, faults, members=cloud.usable & ~left)
 
 
 # Rules that select or weight whole rows

@@ -551,6 +551,35 @@ class Cloud:
                 points = jnp.zeros_like(points).at[self.sender[: len(points)]].set(points)
         return jnp.where(self.usable[:, None], points, 0), self.usable
 
+    def in_each_coordinate(
+        self, function: Callable[..., Array], *numbers: Array, members: Array | None = None
+    ) -> Array:
+        """Return function(values, count, *numbers) [d] of the values that the points have in each coordinate.
+
+        Args:
+            function: Elementwise in the values, a list of arrays with one entry for each point, in any order. Those of
+                points that do not count are +∞. The count is the number of those that do.
+            numbers: Numbers that the function needs.
+            members: Which points [n] count; by default those that are usable.
+        """
+
+        def in_kernel() -> Array:
+            counts = self.usable if members is None else members
+            points = kernels.Points(counts, self.place)
+            if self.mixing is not None:
+                mixing = self.mixing[:-1]
+                points = points._replace(mixing=mixing[:, :-1], share=_share(mixing))
+            given = tuple(jnp.asarray(each) for each in (jnp.sum(counts), *numbers))
+            return kernels.in_each_coordinate(function, given, points, self.shared.rows, self.shared.centre)
+
+        def in_rows() -> Array:
+            rows, counts = self.rows(members)
+            values = [jnp.where(here, row, jnp.inf) for row, here in zip(rows, counts, strict=True)]
+            return function(values, lax.optimization_barrier(jnp.sum(jnp.stack(counts))), *numbers)[0]
+
+        alone = self.private is None or not len(self.private)
+        return by_platform(cuda=in_kernel if self.shared.in_kernels and alone else None, default=in_rows)
+
     def rows(self, members: Array | None = None) -> tuple[list[Array], list[Array]]:
         """Return the points [1, d] as a list, in any order, and which of them are `members` [n] (default: usable)."""
         if members is None:

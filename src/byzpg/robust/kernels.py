@@ -1,10 +1,11 @@
-"""Products of a few very long rows as GPU kernels, which read every number once.
+"""What rules do with a few very long rows, as GPU kernels that read every number once.
 
 A library's matrix product wants its rows in one array, centred beforehand: four times the memory traffic at ten million
-coordinates. Here, rows are taken from where they are and centred on the way. There are two of these products: of the
-rows with each other, and of coefficients with the rows.
+coordinates. Here, rows are taken from where they are and centred on the way. There are two products, of the rows with
+each other and of coefficients with the rows, and what rules compute in each coordinate, such as a median.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ SHORTEST = 2**18
 # fastest on an H200.
 SUMMED_COLUMNS, SUMMED_WARPS, NUM_SUMS = 64, 1, 4096
 COLUMNS, WARPS = 256, 4
+# The same of what is computed in each coordinate, whose values are all in registers.
+SORTED_COLUMNS, SORTED_WARPS = 512, 4
 
 
 class Rows(NamedTuple):
@@ -168,5 +171,138 @@ def combinations(coefficients: Array, share: Array, rows: Rows, centre: Array, *
         out_specs=_whole(results)[0],
         out_shape=results,
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+    )(*given)
+
+
+class Points(NamedTuple):
+    """The points that each of several receivers holds: rows, or affine combinations of rows around a centre.
+
+    Attributes:
+        members: [receiver, n], which points count.
+        place: [receiver, n], the row that each point is.
+        mixing: [receiver, n, c], the coefficients of the rows minus the centre in each point; None if points are rows.
+        share: [receiver, n], those of the centre.
+    """
+
+    members: Array
+    place: Array
+    mixing: Array | None = None
+    share: Array | None = None
+
+
+def in_each_coordinate(
+    function: Callable[..., Array],
+    numbers: tuple[Array, ...],
+    points: Points,
+    rows: Rows,
+    centre: Array,
+    *,
+    interpret: bool = False,
+) -> Array:
+    """Return function(values, *numbers) [d] of the values of one receiver's points in each coordinate, in any order.
+
+    Args:
+        function: Elementwise in the values, a list of arrays alike.
+        numbers: Numbers that depend on the receiver.
+        points: The points of the receiver, without the leading axis. The others have the value +∞.
+        rows: The rows.
+        centre: The centre of combinations.
+        interpret: Whether to run without a GPU.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def of_one(numbers: tuple[Array, ...], points: Points, large: tuple[Rows, Array]) -> Array:
+        numbers, points = jax.tree.map(lambda leaf: leaf[None], (numbers, points))
+        return _in_each_coordinate(function, numbers, points, *large, interpret=interpret)[0]
+
+    # Receivers of the same rows are neighbours in the grid, so that the rows come from memory once for all of them.
+    @of_one.def_vmap
+    def _(number: int, batched: Any, numbers: tuple[Array, ...], points: Points, large: tuple[Rows, Array]) -> Any:
+        def repeated(leaf: Array, has_axis: bool) -> Array:
+            return leaf if has_axis else jnp.broadcast_to(leaf, (number, *leaf.shape))
+
+        if any(jax.tree.leaves(batched[2])):
+            everything = jax.tree.map(repeated, (numbers, points, large), tuple(batched))
+            return lax.map(lambda each: of_one(*each), everything), True
+        numbers, points = jax.tree.map(repeated, (numbers, points), tuple(batched[:2]))
+        return _in_each_coordinate(function, numbers, points, *large, interpret=interpret), True
+
+    return of_one(numbers, points, (rows, centre))
+
+
+def _in_each_coordinate(
+    function: Callable[..., Array],
+    numbers: tuple[Array, ...],
+    points: Points,
+    rows: Rows,
+    centre: Array,
+    *,
+    interpret: bool,
+) -> Array:
+    """As `in_each_coordinate`, of several receivers [receiver, d]."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    (num_receivers, num_points), dimension = points.members.shape, rows.vectors.shape[1]
+    order, vectors, more = _read(rows)
+    given: list[Array] = [points.members.astype(jnp.int32), order, vectors, more, centre, *numbers]
+    if points.mixing is None:
+        # Rows of `vectors` and of `more`: one of the two counts.
+        place, num_first = points.place.astype(jnp.int32), rows.num_vectors
+        given += [order[jnp.minimum(place, num_first - 1)], place - num_first]
+    else:
+        assert points.share is not None
+        is_used = jnp.any(points.mixing != 0, axis=1)
+        given += [points.mixing, points.share, is_used.astype(jnp.int32)]
+
+    def kernel(*references: Any) -> None:
+        (members, order, vectors, more, centre), references = references[:5], references[5:]
+        numbers_here, references = references[: len(numbers)], references[len(numbers) :]
+        *described, results = references
+        receiver, block = pl.program_id(0) % num_receivers, pl.program_id(0) // num_receivers
+        columns = block * SORTED_COLUMNS + jnp.arange(SORTED_COLUMNS)
+        inside = columns < dimension
+
+        def load(source: Any, row: Any, counts: Any) -> Array:
+            return triton.load(source.at[row, columns], mask=inside & counts, other=0.0)
+
+        if points.mixing is None:
+            places, after = described
+
+            def point(number: int) -> Array:
+                counts = members[receiver, number] > 0
+                is_first = after[receiver, number] < 0
+                value = load(vectors, places[receiver, number], counts & is_first)
+                if len(rows.more):
+                    value += load(more, jnp.maximum(after[receiver, number], 0), counts & ~is_first)
+                return jnp.where(counts, value, jnp.inf)
+
+        else:
+            mixing, share, is_used = described
+            around, held = triton.load(centre.at[columns], mask=inside, other=0.0), []
+            for row in range(rows.number):
+                is_first, counts = row < rows.num_vectors, is_used[receiver, row] > 0
+                source, place = (vectors, order[row]) if is_first else (more, row - rows.num_vectors)
+                value = load(source, place, counts)
+                held.append(jnp.where(counts & (jnp.abs(value) < jnp.inf), value - around, 0.0))
+
+            def point(number: int) -> Array:
+                value = share[receiver, number] * around
+                for row, each in enumerate(held):
+                    value += mixing[receiver, number, row] * each
+                return jnp.where(members[receiver, number] > 0, value, jnp.inf)
+
+        found = function([point(number) for number in range(num_points)], *(each[receiver] for each in numbers_here))
+        triton.store(results.at[receiver, columns], found, mask=inside)
+
+    results = jax.ShapeDtypeStruct((num_receivers, dimension), jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        grid=(-(-dimension // SORTED_COLUMNS) * num_receivers,),
+        in_specs=_whole(*given),
+        out_specs=_whole(results)[0],
+        out_shape=results,
+        compiler_params=triton.CompilerParams(num_warps=SORTED_WARPS, num_stages=1),
         interpret=interpret,
     )(*given)
