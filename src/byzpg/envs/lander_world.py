@@ -342,6 +342,7 @@ class VelocityConstants(NamedTuple):
 
     hinges: Sequence[HingeConstraint]
     contacts: Sequence[Sequence[ContactConstraint]]  # none in flight
+    touching: Sequence[Sequence[Array]]  # whether any lander of the kernel's block has this contact
 
 
 class Velocities(NamedTuple):
@@ -356,6 +357,7 @@ class PositionConstants(NamedTuple):
 
     at_limit: Sequence[Array]  # `Hinge.side`
     manifolds: Sequence[Sequence[Manifold]]  # none in flight
+    touching: Sequence[Sequence[Array]]  # as above
 
 
 class Poses(NamedTuple):
@@ -383,7 +385,7 @@ def velocity_round(
         impulses = list(before.impulses)
         for j, contact in enumerate(constants.contacts[i]):
             impulses[j], velocity = loops.if_any(
-                active & (contact.normal_masses[0] > 0),
+                constants.touching[i][j],
                 partial(solve_contact_velocity, LEG, contact),
                 (impulses[j], velocity),
             )
@@ -399,9 +401,9 @@ def position_round(loops: Loops, constants: PositionConstants, state: Poses, act
     """One round of the position solver, and which lander needs another one."""
     hull, legs, good = state.hull, list(state.legs), active
     for i in (0, 1):
-        for manifold in constants.manifolds[i]:
+        for j, manifold in enumerate(constants.manifolds[i]):
             legs[i], least = loops.if_any(
-                active & (manifold.keys[0] >= 0),
+                constants.touching[i][j],
                 lambda pose, _, manifold=manifold: solve_contact_position(LEG, manifold, pose, CORRECTION),
                 (legs[i], jnp.zeros_like(legs[i].angle)),
             )
@@ -446,7 +448,7 @@ def step_world(
         airborne: Whether no lander can touch the ground in this step. Nothing is then compiled for contacts.
     """
     contacts = () if airborne else loops.map(partial(find_contacts, loops, ground), legs)
-    constants, velocities = at_start(hull, legs, contacts)
+    constants, velocities = at_start(loops, hull, legs, contacts, active)
     velocities, unsettled = loops.iterate(
         partial(velocity_round, loops),
         constants,
@@ -476,7 +478,7 @@ def step_world(
 
 
 def at_start(
-    hull: Body, legs: tuple[Leg, Leg], contacts: Sequence[GroundContacts]
+    loops: Loops, hull: Body, legs: tuple[Leg, Leg], contacts: Sequence[GroundContacts], active: Array
 ) -> tuple[VelocityConstants, Velocities]:
     """What the velocity solver starts from: velocities after gravity and after the impulses of the previous step."""
     hull_velocity = with_gravity(hull.velocity)
@@ -496,7 +498,8 @@ def at_start(
         )
         motions[i] = motions[i]._replace(velocity=velocity)
     constraints = tuple(each.constraints for each in contacts) or ((), ())
-    return VelocityConstants(tuple(hinges), constraints), Velocities(hull_velocity, (motions[0], motions[1]))
+    touching = tuple(tuple(loops.any_of(active & (one.normal_masses[0] > 0)) for one in each) for each in constraints)
+    return VelocityConstants(tuple(hinges), constraints, touching), Velocities(hull_velocity, (motions[0], motions[1]))
 
 
 def solve_positions(
@@ -509,12 +512,13 @@ def solve_positions(
 ) -> tuple[Poses, Array]:
     """Move all bodies by their new velocities, and correct their poses. Also returns which landers are unfinished."""
     manifolds = tuple(each.manifolds for each in contacts) or ((), ())
+    touching = tuple(tuple(loops.any_of(active & (one.keys[0] >= 0)) for one in each) for each in manifolds)
     leg_poses = tuple(
         moved(leg.body.pose, motion.velocity, TIME_STEP) for leg, motion in zip(legs, velocities.legs, strict=True)
     )
     return loops.iterate(
         partial(position_round, loops),
-        PositionConstants(tuple(motion.hinge.side for motion in velocities.legs), manifolds),
+        PositionConstants(tuple(motion.hinge.side for motion in velocities.legs), manifolds, touching),
         Poses(moved(hull.pose, velocities.hull, TIME_STEP), (leg_poses[0], leg_poses[1]), active & False),
         active,
         most=POSITION_ITERATIONS,

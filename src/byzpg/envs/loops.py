@@ -138,11 +138,20 @@ class Loops:
         results = choose(mask, jax.tree.map(lambda leaf: leaf[rank - 1], results), otherwise)
         return jax.tree.map(lambda leaf: leaf.reshape(shape), results)
 
-    def if_any(self, mask: Array, function: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Compute function(*values). A kernel skips it if the mask is empty: only what is in the mask counts."""
+    def any_of(self, mask: Array) -> Array:
+        """Whether a kernel's block has any element in the mask, for `if_any`."""
+        return any_true(mask) if self.in_kernel else mask
+
+    def if_any(
+        self, any_of: Array, function: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Compute function(*values). A kernel skips it unless `any_of` its elements need it; only these count.
+
+        The threads of a block need longer to find that out than for a dozen operations, so a loop is told beforehand.
+        """
         if not self.in_kernel:
             return function(*values)
-        return lax.cond(any_true(mask), function, lambda *values: values, *values)
+        return lax.cond(any_of, function, lambda *values: values, *values)
 
     def iterate(
         self,
