@@ -90,6 +90,7 @@ class Knowledge:
         num_byzantine: f, the number of Byzantine agents that the rule tolerates.
         block: Which part of the agents' vectors this is, where parts are aggregated one by one: 0 for the policy, 1 for
             the critic, 2 for statistics of observations.
+        merged: Whether one message stands for those of all attackers where they are the same.
 
     Examples:
         >>> vectors = jnp.array([[1.0, 2], [2, 2], [3, 5], [9, 9]])  # the last agent attacks
@@ -105,6 +106,7 @@ class Knowledge:
     rule: Rule | None = field(default=None, metadata={"static": True})
     num_byzantine: int = field(default=0, metadata={"static": True})
     block: int = field(default=0, metadata={"static": True})
+    merged: bool = field(default=False, metadata={"static": True})
 
     @property
     def num_agents(self) -> int:
@@ -150,8 +152,8 @@ class Knowledge:
         return self.vectors[self.byzantine][None]
 
     def same_for_all(self, vector: Array) -> Array:
-        """Return one vector [d] as the message of every attacker to every receiver, [1, b, d]."""
-        return jnp.broadcast_to(vector, (1, len(self.byzantine), *vector.shape))
+        """Return one vector [d] as the message of every attacker to every receiver, [1, b, d]; [1, 1, d] if merged."""
+        return jnp.broadcast_to(vector, (1, 1 if self.merged else len(self.byzantine), *vector.shape))
 
 
 @dataclass(frozen=True)

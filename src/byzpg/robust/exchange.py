@@ -29,6 +29,7 @@ from byzpg.robust.components import (
     by_platform,
     check_num_byzantine,
     check_vectors,
+    is_own,
     with_numbers,
     without_numbers,
     zeros_for,
@@ -44,7 +45,7 @@ from byzpg.robust.geometry import (
     squared_distances,
     stored,
 )
-from byzpg.robust.kernels import Rows, inner_products
+from byzpg.robust.kernels import SHORTEST, Rows, inner_products
 from byzpg.robust.rules import Rule, apply_at_receiver, clear_search_errors, coefficients_at_receiver
 
 # Bytes of false messages and Gram matrices in memory at once. A group of receivers is as large as this allows.
@@ -301,7 +302,7 @@ class Round:
         )
 
     def false_rows(self, *, to_each: bool = False) -> Array | None:
-        """What the attackers of one run send to all receivers [b, d].
+        """What the attackers of one run send to all receivers [b, d], or [1, d] if it is long and the same from all.
 
         If they equivocate, it is None, or what they send `to_each` receiver [K, b, d].
         """
@@ -311,7 +312,9 @@ class Round:
             return self.vectors[:0]
         if len(receivers) > 1 and _num_answers(setting.attack, setting.phase, knowledge, receivers) > 1:
             return setting.attack.messages(setting.phase, knowledge, receivers) if to_each else None
-        return setting.attack.messages(setting.phase, knowledge, receivers[:1])[0]
+        # An attack of a user's own may rely on one message for each attacker.
+        merged = self.vectors.shape[1] >= SHORTEST and not is_own(type(setting.attack))
+        return setting.attack.messages(setting.phase, replace(knowledge, merged=merged), receivers[:1])[0]
 
     @property
     def shares_code(self) -> bool:
@@ -335,7 +338,8 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
             found[index] = jax.vmap(partial(_recalled, shards=shards))(each)
             continue
         false_rows = jax.vmap(partial(Round.false_rows, to_each=each.shares_code))(each)
-        shapes = each.vectors.shape[1:], each.byzantine.shape[1:]
+        alike = false_rows is not None and false_rows.ndim == 3 and false_rows.shape[1] < each.byzantine.shape[1]
+        shapes = each.vectors.shape[1:], each.byzantine.shape[1:], alike
         if false_rows is not None:  # the attack is done
             each = replace(
                 each, code=replace(each.code, attack=NoAttack(), phase="gradients", block=0), attack_numbers=()
@@ -481,8 +485,12 @@ class _Messages:
         byzantine, honest, num_agents = knowledge.byzantine, knowledge.honest, knowledge.num_agents
         order = jnp.append(honest, byzantine)
         vectors = knowledge.vectors
-        rows = Rows(vectors, order, vectors[:0] if false_rows is None else false_rows)
-        usable = jnp.append(is_sound(vectors)[order], is_sound(rows.more))
+        if false_rows is None:
+            rows = Rows(vectors, order, vectors[:0])
+        else:
+            alike = len(false_rows) < len(byzantine)
+            rows = Rows(vectors, order, false_rows, jnp.zeros_like(byzantine) if alike else None)
+        usable = jnp.append(is_sound(vectors)[order], rows.of_more(is_sound(rows.more)))
         first = jnp.argmax(usable[: len(honest)])
         shared = SharedRows.around(
             rows,
@@ -555,7 +563,8 @@ class _Messages:
         message = 4 * self.knowledge.vectors.shape[1] // setting.shards.coordinates
         # Its false messages, and its inner products and distances, each held twice.
         own = message * (2 * num_attackers * self.equivocal + 2) + 24 * (num_agents + num_attackers) ** 2
-        copies = 0 if setting.rule.has_weights else 2 * num_agents * message
+        in_kernel = self.shared.in_kernels and not self.equivocal and jax.default_backend() != "cpu"
+        copies = 0 if setting.rule.has_weights or in_kernel else 2 * num_agents * message
         return _num_fitting(own + copies)
 
 

@@ -275,11 +275,11 @@ class SharedRows:
 
     def towards_origin(self) -> Array:
         """Return the inner products [c] of the origin with the rows, all of them around the centre."""
-        vectors, order, more = self.rows
+        vectors, order, more, _ = self.rows
 
         def in_place() -> Array:
             first, after = (-jnp.sum(_centred(each, self.centre) * self.centre, axis=1) for each in (vectors, more))
-            return jnp.append(first[order], after)
+            return jnp.append(first[order], self.rows.of_more(after))
 
         def in_product() -> Array:
             return _towards_origin(self.centred, self.centre)
@@ -565,12 +565,12 @@ class Cloud:
 
         def in_kernel() -> Array:
             counts = self.usable if members is None else members
-            points = kernels.Points(counts, self.place)
+            points, centre = kernels.Points(counts, self.place), None
             if self.mixing is not None:
-                mixing = self.mixing[:-1]
+                mixing, centre = self.mixing[:-1], self.shared.centre
                 points = points._replace(mixing=mixing[:, :-1], share=_share(mixing))
             given = tuple(jnp.asarray(each) for each in (jnp.sum(counts), *numbers))
-            return kernels.in_each_coordinate(function, given, points, self.shared.rows, self.shared.centre)
+            return kernels.in_each_coordinate(function, given, points, self.shared.rows, centre)
 
         def in_rows() -> Array:
             rows, counts = self.rows(members)

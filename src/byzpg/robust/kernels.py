@@ -25,14 +25,15 @@ SORTED_COLUMNS, SORTED_WARPS = 512, 4
 
 
 class Rows(NamedTuple):
-    """Rows in two arrays: row i is vectors[order[i]] and, after these, a row of `more`.
+    """Rows in two arrays: row i is vectors[order[i]] and, after these, more[more_order[i]].
 
     Without an order, they are the vectors as they are, which are then not copied.
     """
 
     vectors: Array  # [K, d]
     order: Array | None  # [c − b]
-    more: Array  # [b, d]
+    more: Array  # [b, d], or fewer if some are the same
+    more_order: Array | None = None  # [b]
 
     @property
     def num_vectors(self) -> int:
@@ -41,13 +42,17 @@ class Rows(NamedTuple):
 
     @property
     def number(self) -> int:
-        return self.num_vectors + len(self.more)
+        return self.num_vectors + len(self.more if self.more_order is None else self.more_order)
 
     @property
     def joined(self) -> Array:
         """The rows as one array [c, d]."""
         first = self.vectors if self.order is None else self.vectors[self.order]
-        return jnp.concatenate([first, self.more]) if len(self.more) else first
+        return jnp.concatenate([first, self.of_more(self.more)]) if len(self.more) else first
+
+    def of_more(self, items: Array) -> Array:
+        """An item for each of the rows of `more`, in their order."""
+        return items if self.more_order is None else items[self.more_order]
 
     def vector(self, index: Array) -> Array:
         """One of the rows [d] before those of `more`."""
@@ -72,7 +77,7 @@ def _tile(rows: Rows, order: Any, vectors: Any, more: Any, centre: Any, columns:
 
     Args:
         rows: Their shapes.
-        order: Like the next three, a reference that the kernel reads.
+        order: Like the next three, a reference that the kernel reads: where each row is in its array.
         vectors: See `Rows`.
         more: See `Rows`.
         centre: The centre.
@@ -81,17 +86,11 @@ def _tile(rows: Rows, order: Any, vectors: Any, more: Any, centre: Any, columns:
     """
     from jax.experimental.pallas import triton
 
-    num_first, places, inside = rows.num_vectors, jnp.arange(rows_needed(rows.number)), columns < rows.vectors.shape[1]
-    is_first, is_more = places < num_first, (places >= num_first) & (places < rows.number)
-    tile = triton.load(
-        vectors.at[order[...][:, None], columns[None, :]], mask=is_first[:, None] & inside[None, :], other=0.0
-    )
+    num_first, index, inside = rows.num_vectors, jnp.arange(rows_needed(rows.number)), columns < rows.vectors.shape[1]
+    is_first, is_more, places = index < num_first, (index >= num_first) & (index < rows.number), order[...][:, None]
+    tile = triton.load(vectors.at[places, columns[None, :]], mask=is_first[:, None] & inside[None, :], other=0.0)
     if len(rows.more):
-        after = triton.load(
-            more.at[(places - num_first)[:, None], columns[None, :]],
-            mask=is_more[:, None] & inside[None, :],
-            other=0.0,
-        )
+        after = triton.load(more.at[places, columns[None, :]], mask=is_more[:, None] & inside[None, :], other=0.0)
         tile = jnp.where(is_first[:, None], tile, after)
     around = triton.load(centre.at[columns], mask=inside, other=0.0)
     holds = (is_first | is_more)[:, None] & (jnp.abs(tile) < jnp.inf if only_finite else inside[None, :])
@@ -101,7 +100,8 @@ def _tile(rows: Rows, order: Any, vectors: Any, more: Any, centre: Any, columns:
 def _read(rows: Rows) -> tuple[Array, ...]:
     """What `_tile` reads of the rows. An empty array cannot be read, so it is replaced."""
     assert rows.order is not None
-    order = jnp.pad(rows.order.astype(jnp.int32), (0, rows_needed(rows.number) - len(rows.order)))
+    order = jnp.append(rows.order, rows.of_more(jnp.arange(len(rows.more)))).astype(jnp.int32)
+    order = jnp.pad(order, (0, rows_needed(rows.number) - len(order)))
     return order, rows.vectors, rows.more if len(rows.more) else order
 
 
@@ -196,7 +196,7 @@ def in_each_coordinate(
     numbers: tuple[Array, ...],
     points: Points,
     rows: Rows,
-    centre: Array,
+    centre: Array | None,
     *,
     interpret: bool = False,
 ) -> Array:
@@ -207,18 +207,18 @@ def in_each_coordinate(
         numbers: Numbers that depend on the receiver.
         points: The points of the receiver, without the leading axis. The others have the value +∞.
         rows: The rows.
-        centre: The centre of combinations.
+        centre: The centre of combinations; None if points are rows.
         interpret: Whether to run without a GPU.
     """
 
     @jax.custom_batching.custom_vmap
-    def of_one(numbers: tuple[Array, ...], points: Points, large: tuple[Rows, Array]) -> Array:
+    def of_one(numbers: tuple[Array, ...], points: Points, large: tuple[Rows, Array | None]) -> Array:
         numbers, points = jax.tree.map(lambda leaf: leaf[None], (numbers, points))
         return _in_each_coordinate(function, numbers, points, *large, interpret=interpret)[0]
 
     # Receivers of the same rows are neighbours in the grid, so that the rows come from memory once for all of them.
     @of_one.def_vmap
-    def _(number: int, batched: Any, numbers: tuple[Array, ...], points: Points, large: tuple[Rows, Array]) -> Any:
+    def _(number: int, batched: Any, numbers: tuple[Array, ...], points: Points, large: tuple[Rows, Any]) -> Any:
         def repeated(leaf: Array, has_axis: bool) -> Array:
             return leaf if has_axis else jnp.broadcast_to(leaf, (number, *leaf.shape))
 
@@ -236,7 +236,7 @@ def _in_each_coordinate(
     numbers: tuple[Array, ...],
     points: Points,
     rows: Rows,
-    centre: Array,
+    centre: Array | None,
     *,
     interpret: bool,
 ) -> Array:
@@ -246,18 +246,17 @@ def _in_each_coordinate(
 
     (num_receivers, num_points), dimension = points.members.shape, rows.vectors.shape[1]
     order, vectors, more = _read(rows)
-    given: list[Array] = [points.members.astype(jnp.int32), order, vectors, more, centre, *numbers]
+    given: list[Array] = [points.members.astype(jnp.int32), order, vectors, more, *numbers]
     if points.mixing is None:
-        # Rows of `vectors` and of `more`: one of the two counts.
-        place, num_first = points.place.astype(jnp.int32), rows.num_vectors
-        given += [order[jnp.minimum(place, num_first - 1)], place - num_first]
+        given.append(points.place.astype(jnp.int32))
     else:
         assert points.share is not None
+        assert centre is not None
         is_used = jnp.any(points.mixing != 0, axis=1)
-        given += [points.mixing, points.share, is_used.astype(jnp.int32)]
+        given += [points.mixing, points.share, is_used.astype(jnp.int32), centre]
 
     def kernel(*references: Any) -> None:
-        (members, order, vectors, more, centre), references = references[:5], references[5:]
+        (members, order, vectors, more), references = references[:4], references[4:]
         numbers_here, references = references[: len(numbers)], references[len(numbers) :]
         *described, results = references
         receiver, block = pl.program_id(0) % num_receivers, pl.program_id(0) // num_receivers
@@ -268,23 +267,22 @@ def _in_each_coordinate(
             return triton.load(source.at[row, columns], mask=inside & counts, other=0.0)
 
         if points.mixing is None:
-            places, after = described
+            (place,) = described
 
             def point(number: int) -> Array:
-                counts = members[receiver, number] > 0
-                is_first = after[receiver, number] < 0
-                value = load(vectors, places[receiver, number], counts & is_first)
+                counts, row = members[receiver, number] > 0, place[receiver, number]
+                is_first = row < rows.num_vectors
+                value = load(vectors, order[row], counts & is_first)
                 if len(rows.more):
-                    value += load(more, jnp.maximum(after[receiver, number], 0), counts & ~is_first)
+                    value += load(more, order[row], counts & ~is_first)
                 return jnp.where(counts, value, jnp.inf)
 
         else:
-            mixing, share, is_used = described
+            mixing, share, is_used, centre = described
             around, held = triton.load(centre.at[columns], mask=inside, other=0.0), []
             for row in range(rows.number):
                 is_first, counts = row < rows.num_vectors, is_used[receiver, row] > 0
-                source, place = (vectors, order[row]) if is_first else (more, row - rows.num_vectors)
-                value = load(source, place, counts)
+                value = load(vectors if is_first else more, order[row], counts)
                 held.append(jnp.where(counts & (jnp.abs(value) < jnp.inf), value - around, 0.0))
 
             def point(number: int) -> Array:
