@@ -144,7 +144,9 @@ class Mean(WeightedAggregator):
     """
 
     bound: ClassVar[str] = "f < K"
-    averages_all: ClassVar[bool] = True
+
+    def is_mean(self, num_byzantine: int) -> bool:
+        return type(self) is Mean  # with any f
 
     def max_byzantine(self, num_agents: int) -> int:
         return num_agents - 1
@@ -913,7 +915,8 @@ class NNM(PreAggregator):
         _check_inner(self, self.rule)
 
     def is_mean(self, num_byzantine: int) -> bool:
-        return type(self) is NNM and self.rule.is_mean(num_byzantine)  # all new rows are the mean of all rows
+        # With f = 0, all new rows are the mean of all rows.
+        return num_byzantine == 0 and type(self) is NNM and self.rule.is_mean(num_byzantine)
 
     def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         keep = cloud.num_points - num_byzantine

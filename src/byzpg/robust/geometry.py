@@ -10,12 +10,14 @@ float32 Gram matrix would lose that difference to cancellation. The origin is on
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import floor, log2, sqrt
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 
 from byzpg.robust import kernels
 from byzpg.robust.components import Vectors, by_platform, zeros_for
@@ -54,6 +56,30 @@ def sum_of_rows(rows: Array) -> Array:
         return dot(jnp.ones(len(rows), rows.dtype), rows)
 
     return by_platform(rows, cuda=lambda rows: jnp.sum(rows, axis=0), default=product)
+
+
+def mean_of_all(rows: Array) -> tuple[Array, Array]:
+    """Return the mean [d] of rows [n, d], and whether they are certainly all sound. If not, it may be any values.
+
+    The sum is that of rows times a power of two, so large that an entry of NORM_LIMIT/√d would be four times as large
+    as any float, and infinite or NaN in every sum, whatever is added to it. So only the sum needs to be checked, and
+    not all rows.
+    """
+    num_rows, dimension = rows.shape
+    scale = 2.0 ** (jnp.finfo(rows.dtype).maxexp + 2 - floor(log2(NORM_LIMIT / sqrt(dimension))))
+    mean = dot(jnp.full(num_rows, scale, rows.dtype), rows) / (num_rows * scale)
+    return mean, is_sound(lax.stop_gradient(mean))
+
+
+@custom_vmap
+def unless_batched(condition: Array) -> Array:
+    """Return the condition of a shortcut; under vmap False, for which lax.cond would compute both branches."""
+    return condition
+
+
+@unless_batched.def_vmap
+def _never(*_: Any) -> tuple[Array, bool]:
+    return jnp.asarray(False), False
 
 
 def computed_if(condition: Array, compute: Callable[..., Any], operands: tuple[Any, ...], *, otherwise: Any) -> Any:
