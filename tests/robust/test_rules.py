@@ -38,8 +38,7 @@ def test_a_call_an_exchange_and_a_receiver_agree(rule: Rule):
     own = OWN if rule.needs_own else None
     called = apply_rule(rule, ROWS, num_byzantine=F, present=None, key=None, own=own)
     applied = at_receiver(rule, ROWS, None, own)
-    # A call to Mean is one product, the same up to rounding.
-    np.testing.assert_allclose(called.result, applied.result, rtol=1e-6 if isinstance(rule, Mean) else 0)
+    np.testing.assert_array_equal(called.result, applied.result)
     assert int(called.num_usable) == int(applied.num_usable) == K
     assert bool(called.defined) == bool(applied.defined) is True
     assert called.weights is None
@@ -59,7 +58,7 @@ SPOILED = [
     ([LONG, -LONG], False),  # their sum is small, though neither counts
     ([-LONG, LONG], False),
     ([1e25, -1e25], False),
-    ([0.3 * NORM_LIMIT, 0.5 * NORM_LIMIT], True),  # too long for a product, but sound
+    ([0.3 * NORM_LIMIT, 0.5 * NORM_LIMIT], True),  # too long for the shortcut, but sound
     ([1e16, -1e16], True),
 ]
 CASES = [(values, counts, all_entries) for values, counts in SPOILED for all_entries in (False, True)]
@@ -95,13 +94,14 @@ def test_a_mean_adds_up_the_rows_that_are_present_and_sound(values: list[float],
 
 
 def test_a_mean_of_too_few_rows_is_undefined():
-    """Also of a rule that is the mean without faults: then all rows count."""
-    rows = spoiled([np.nan, LONG], False, 0)[0]
+    """Also of a rule that is the mean without faults, where all rows count, and of rows that are all as long."""
+    bad = [(spoiled([np.nan, LONG], False, 0)[0], 4), (np.full_like(ROWS, LONG / np.sqrt(D)), 0)]
     for rule, f in ((Mean(), 1), (TrimmedMean(), 0), (NNM(Mean()), 0)):
         np.testing.assert_allclose(rule(ROWS, num_byzantine=f), ROWS.mean(axis=0), rtol=1e-6)
-        with pytest.raises(ValueError, match="only 4 of 6 vectors are present and finite"):
-            rule(rows, num_byzantine=f)
-        assert np.all(np.isnan(jax.jit(lambda rows, rule=rule, f=f: rule(rows, num_byzantine=f))(rows)))
+        for rows, number in bad:
+            with pytest.raises(ValueError, match=f"only {number} of 6 vectors are present and finite"):
+                rule(rows, num_byzantine=f)
+            assert np.all(np.isnan(jax.jit(lambda rows, rule=rule, f=f: rule(rows, num_byzantine=f))(rows)))
 
 
 def test_a_mean_of_mixed_rows_is_not_the_mean():

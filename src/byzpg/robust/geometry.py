@@ -10,7 +10,7 @@ float32 Gram matrix would lose that difference to cancellation. The origin is on
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import floor, log2, sqrt
+from math import ceil, floor, log2, sqrt
 from typing import Any
 
 import jax
@@ -61,14 +61,16 @@ def sum_of_rows(rows: Array) -> Array:
 def mean_of_all(rows: Array) -> tuple[Array, Array]:
     """Return the mean [d] of rows [n, d], and whether they are certainly all sound. If not, it may be any values.
 
-    The sum is that of rows times a power of two, so large that an entry of NORM_LIMIT/√d would be four times as large
-    as any float, and infinite or NaN in every sum, whatever is added to it. So only the sum needs to be checked, and
-    not all rows.
+    Only the mean is checked, and not all rows. Differences from the first row are scaled by a power of two, so large
+    that of 2^e in any entry, it makes every sum infinite or NaN, whatever is added to it. Here 2^e √d is at most a
+    quarter of NORM_LIMIT. So if the mean is finite, no row is further from it than two quarters.
     """
     num_rows, dimension = rows.shape
-    scale = 2.0 ** (jnp.finfo(rows.dtype).maxexp + 2 - floor(log2(NORM_LIMIT / sqrt(dimension))))
-    mean = dot(jnp.full(num_rows, scale, rows.dtype), rows) / (num_rows * scale)
-    return mean, is_sound(lax.stop_gradient(mean))
+    exponent = floor(log2(NORM_LIMIT / 4 / sqrt(dimension)))
+    scale = 2.0 ** (int(jnp.finfo(rows.dtype).maxexp) + 2 + ceil(log2(num_rows)) - exponent)
+    weights = jnp.full(num_rows, 1 / num_rows, rows.dtype)
+    mean = _sum_around(rows[0], weights * scale, rows, all_finite=True)[0] / scale + rows[0]
+    return mean, is_sound(lax.stop_gradient(4 * mean))
 
 
 @custom_vmap
@@ -621,11 +623,15 @@ def _towards_origin(centred: Array, centre: Array) -> Array:
     return dot(centred, -centre)
 
 
-def _sum_around(centre: Array, weights: Array, rows: Array) -> Array:
-    """Return Σ_j w_j (x_j − centre), [1, d], for weights [m] and rows [m, d]."""
+def _sum_around(centre: Array, weights: Array, rows: Array, *, all_finite: bool = False) -> Array:
+    """Return Σ_j w_j (x_j − centre), [1, d], for weights [m] and rows [m, d], as `_centred` unless all are finite."""
+
+    def centred(rows: Array) -> Array:
+        return rows - centre if all_finite else _centred(rows, centre)
+
     if len(rows) > UNROLLED_SUM:
-        return dot(weights[None], _centred(rows, centre))
-    terms = (weights[j] * _centred(rows[j : j + 1], centre) for j in range(len(rows)))
+        return dot(weights[None], centred(rows))
+    terms = (weights[j] * centred(rows[j : j + 1]) for j in range(len(rows)))
     return sum(terms, jnp.zeros_like(centre[None]))
 
 
