@@ -410,6 +410,8 @@ WATCHED = WatchedSplit(scale=3.0)
         (aggregators.TrimmedMean(), attacks.SignFlip(), 7500),  # one for the honest, and each attacker
         (aggregators.TrimmedMean(), attacks.Equivocate(scale=3.0), 7500),  # one for each half, and each attacker
         (aggregators.RFA(), attacks.MDAFooling(), 250),
+        # One by one, a branch is taken where no row is missing.
+        (aggregators.Bulyan(), HalfSilent(), 2),
         pytest.param(BUCKETS, attacks.SignFlip(), 250, marks=pytest.mark.slow),
         # Receivers of the same messages share products, and draw buckets of their own: one by one, and four at once.
         pytest.param(DISTANT_BUCKETS, attacks.Equivocate(scale=3.0), 7500, marks=pytest.mark.slow),

@@ -597,6 +597,21 @@ class Cloud:
             among.append(true | false)
         return rows, among
 
+    def rows_at(self, points: Array) -> list[Array]:
+        """Return the rows [1, d] of these points [m]."""
+        rows, private, place = self.shared.raw, self.private, self.place[points]
+        if self.mixing is not None:
+            rows, private, place = self._stored_sum(self.mixing[:-1]), None, points
+        place = lax.optimization_barrier(place)
+        found = [lax.dynamic_slice_in_dim(rows, place[j], 1) for j in range(len(points))]
+        if private is None or not len(private):
+            return found
+        number = len(rows)
+        theirs = (lax.dynamic_slice_in_dim(private, jnp.maximum(place[j] - number, 0), 1) for j in range(len(points)))
+        return [
+            jnp.where(place[j] < number, row, other) for j, (row, other) in enumerate(zip(found, theirs, strict=True))
+        ]
+
     def _false_rows(self) -> Array:
         """Return the rows [n − num_common, d] that the receiver may hold in place of true ones."""
         raw = self.shared.raw

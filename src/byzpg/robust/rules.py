@@ -44,6 +44,8 @@ class Rule(Component, ABC):
     needs_own: ClassVar[bool] = False  # the rule is defined only for a receiver that has a row of its own
     # A row that is far from K − f rows might as well be missing; `byzpg.robust.exchange.FAR` says how far.
     ignores_far_rows: ClassVar[bool] = False
+    # The rule has a branch that is taken only where it is applied at one receiver at a time, as at those of long rows.
+    branches: ClassVar[bool] = False
     # With f = 0, the rule is the mean of all rows. A subclass says so for itself, since it may change the rule.
     averages_all: ClassVar[bool] = False
 
