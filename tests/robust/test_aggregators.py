@@ -20,10 +20,12 @@ from tiers import slow_except
 from byzpg.robust.aggregators import (
     CAF,
     MDA,
+    NNM,
     RFA,
     SMEA,
     Aggregator,
     Bucketing,
+    Bulyan,
     FedPGFilter,
     Krum,
     MeaMed,
@@ -152,6 +154,16 @@ def test_a_mean_of_many_rows(num_rows: int):
     rows[1, 2] = np.nan
     found = Mean()(jnp.asarray(rows), num_byzantine=1)
     np.testing.assert_allclose(found, np.delete(rows, 1, axis=0).mean(axis=0, dtype=np.float64), rtol=1e-6)
+
+
+@pytest.mark.parametrize("missing", [[], [5]], ids=str)
+def test_bulyan_of_mixed_rows(missing: list[int]):
+    """Whether rows are missing or not, which are two branches, the rows that it selects are the mixed ones."""
+    rows, present = np.random.default_rng(3).normal(size=(K, D)).astype(np.float32), np.ones(K, bool)
+    present[missing] = False
+    few, f = rows[present].astype(np.float64), 2 - len(missing)
+    found = call(NNM(Bulyan()), rows, 2, present)
+    np.testing.assert_allclose(found, twins.bulyan(twins.nnm(few, f), f), rtol=1e-5, atol=1e-5)
 
 
 def test_krum_squares_distances_once():

@@ -136,6 +136,15 @@ class HalfSilent(attacks.Equivocate):
 
 
 @dataclass(frozen=True)
+class HalfCentral(HalfSilent):
+    """The rest get vectors so central that rules choose them, other ones at each receiver."""
+
+    def false_messages(self, knowledge, receivers):
+        central = knowledge.mean() + 0.1 * (1 + receivers[:, None, None]) * knowledge.truth()
+        return jnp.where(receivers[:, None, None] % 2, jnp.nan, central)
+
+
+@dataclass(frozen=True)
 class SilentToSome(HalfSilent):
     """The same in a row for a few receivers, as it says."""
 
@@ -155,6 +164,7 @@ LAW = (
     (aggregators.RFA(), HalfSilent(), "gradients"),
     (aggregators.RFA(), attacks.AvgZero(), "gradients"),
     (aggregators.Krum(), attacks.NonFinite(), "parameters"),
+    (aggregators.Krum(), HalfCentral(), "gradients"),
     (aggregators.Krum(), attacks.NoAttack(), "gradients"),
     (aggregators.MoNNA(), attacks.IPM(), "gradients"),
     (aggregators.Median(), NOISE, "parameters"),
@@ -179,6 +189,7 @@ FEW_OF_THE_LAW = (
     (aggregators.Mean(), attacks.SignFlip(), "gradients"),
     (aggregators.RFA(), HalfSilent(), "gradients"),
     (aggregators.Krum(), attacks.NonFinite(), "parameters"),
+    (aggregators.Krum(), HalfCentral(), "gradients"),
     (aggregators.MoNNA(), attacks.IPM(), "gradients"),
     (aggregators.Median(), attacks.Silent(), "gradients"),
     (aggregators.TrimmedMean(), attacks.LargeNoise(target="parameters"), "gradients"),
@@ -410,6 +421,8 @@ WATCHED = WatchedSplit(scale=3.0)
         (aggregators.TrimmedMean(), attacks.SignFlip(), 7500),  # one for the honest, and each attacker
         (aggregators.TrimmedMean(), attacks.Equivocate(scale=3.0), 7500),  # one for each half, and each attacker
         (aggregators.RFA(), attacks.MDAFooling(), 250),
+        # One by one, a branch is taken where no row is missing.
+        (aggregators.Bulyan(), HalfCentral(), 2),
         pytest.param(BUCKETS, attacks.SignFlip(), 250, marks=pytest.mark.slow),
         # Receivers of the same messages share products, and draw buckets of their own: one by one, and four at once.
         pytest.param(DISTANT_BUCKETS, attacks.Equivocate(scale=3.0), 7500, marks=pytest.mark.slow),

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax import Array
 
-from byzpg.robust import RFA, CenteredClipping, Clipping, Krum, Mean, Median, NoAttack, SignFlip
+from byzpg.robust import NNM, RFA, CenteredClipping, Clipping, Krum, Mean, Median, NoAttack, SignFlip, TrimmedMean
 from byzpg.robust.aggregators import Aggregator
 from byzpg.robust.agreement import GDA, NoAgreement
 from byzpg.robust.attacks import Knowledge, MessageAttack
 from byzpg.robust.exchange import exchange
-from byzpg.robust.geometry import Cloud
+from byzpg.robust.geometry import NORM_LIMIT, Cloud, mean_of_all
 from byzpg.robust.rules import Applied, Rule, apply_at_receiver, apply_rule
 
 K, D, F, OWN = 6, 3, 1, 2
@@ -44,6 +44,78 @@ def test_a_call_an_exchange_and_a_receiver_agree(rule: Rule):
     assert called.weights is None
     exchanged, _ = exchange(rule, ROWS, byzantine=[], attack=NoAttack(), num_byzantine=F)
     np.testing.assert_allclose(exchanged[OWN], called.result, rtol=1e-6, atol=1e-6)
+
+
+# How long some rows become, by one coordinate or by all of them, and whether these rows count.
+LONG = 1.1 * NORM_LIMIT
+SPOILED = [
+    ([], True),
+    ([np.nan], False),
+    ([-np.inf], False),
+    ([np.inf, -np.inf], False),
+    ([np.nan, np.inf], False),
+    ([3e38, 3e38], False),  # their sum overflows, though each is finite
+    ([LONG, -LONG], False),  # their sum is small, though neither counts
+    ([-LONG, LONG], False),
+    ([1e25, -1e25], False),
+    ([0.3 * NORM_LIMIT, 0.5 * NORM_LIMIT], True),  # too long for the shortcut, but sound
+    ([1e16, -1e16], True),
+]
+CASES = [(values, counts, all_entries) for values, counts in SPOILED for all_entries in (False, True)]
+
+
+def spoiled(values: list[float], all_entries: bool, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ordinary rows, some of which are filled with values, and which these are."""
+    rows, filled = ROWS.copy(), (first + 3 * np.arange(len(values))) % K
+    for row, value in zip(filled, values, strict=True):
+        rows[row, slice(None) if all_entries else 1] = value / np.sqrt(D) if all_entries else value
+    return rows, np.isin(np.arange(K), filled)
+
+
+@pytest.mark.parametrize(("values", "counts", "all_entries"), CASES, ids=str)
+def test_a_mean_adds_up_the_rows_that_are_present_and_sound(values: list[float], counts: bool, all_entries: bool):
+    batch, expected, scales = [], [], []
+    for first in range(K):
+        rows, filled = spoiled(values, all_entries, first)
+        for present in (np.ones(K, bool), np.arange(K) != first):
+            used = present & (counts | ~filled)
+            batch.append((rows, present))
+            expected.append(rows[used].mean(axis=0, dtype=np.float64))
+            applied = apply_rule(Mean(), rows, num_byzantine=3, present=present, key=None)
+            assert int(applied.num_usable) == np.sum(used)
+            scales.append(np.max(np.abs(rows[used])))  # rows may cancel out
+            np.testing.assert_allclose(applied.result, expected[-1], rtol=1e-6, atol=1e-6 * scales[-1])
+        if not values or not counts:  # a sound row may take the careful path or not
+            assert bool(mean_of_all(jnp.asarray(rows))[1]) == counts
+    rows, present = (jnp.asarray(each) for each in zip(*batch, strict=True))
+    found = jax.vmap(lambda rows, present: Mean()(rows, num_byzantine=3, present=present))(rows, present)
+    each = np.array(scales)[:, None]
+    np.testing.assert_allclose(found / each, expected / each, rtol=1e-6, atol=1e-6)
+
+
+def test_a_mean_of_too_few_rows_is_undefined():
+    """Also of a rule that is the mean without faults, where all rows count, and of rows that are all as long."""
+    bad = [(spoiled([np.nan, LONG], False, 0)[0], 4), (np.full_like(ROWS, LONG / np.sqrt(D)), 0)]
+    for rule, f in ((Mean(), 1), (TrimmedMean(), 0), (NNM(Mean()), 0)):
+        np.testing.assert_allclose(rule(ROWS, num_byzantine=f), ROWS.mean(axis=0), rtol=1e-6)
+        for rows, number in bad:
+            with pytest.raises(ValueError, match=f"only {number} of 6 vectors are present and finite"):
+                rule(rows, num_byzantine=f)
+            assert np.all(np.isnan(jax.jit(lambda rows, rule=rule, f=f: rule(rows, num_byzantine=f))(rows)))
+
+
+def test_a_mean_of_mixed_rows_is_not_the_mean():
+    rows = ROWS.copy()
+    rows[0] = 100
+    assert np.max(np.abs(NNM(Mean())(rows, num_byzantine=1) - rows.mean(axis=0))) > 1
+
+
+@pytest.mark.parametrize("spoiled_row", [False, True])
+def test_a_mean_has_a_gradient(spoiled_row: bool):
+    rows = jnp.asarray(ROWS).at[1].set(jnp.nan if spoiled_row else 2.0)
+    weights = np.full(K, 1 / (K - spoiled_row)) * ~(spoiled_row & (np.arange(K) == 1))
+    found = jax.grad(lambda rows: jnp.sum(Mean()(rows, num_byzantine=1)))(rows)
+    np.testing.assert_allclose(found, np.broadcast_to(weights[:, None], (K, D)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.needs_own], ids=str)

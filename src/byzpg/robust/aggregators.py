@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from byzpg.robust.components import Vectors, check_choice, check_count, check_finite, check_positive
-from byzpg.robust.geometry import Cloud, dot, is_sound, row_products
+from byzpg.robust.geometry import Cloud, dot, is_sound, row_products, unless_batched
 from byzpg.robust.least_diameter import least_diameter_subset
 from byzpg.robust.order_statistics import (
     NETWORK_LIMIT,
@@ -144,7 +144,9 @@ class Mean(WeightedAggregator):
     """
 
     bound: ClassVar[str] = "f < K"
-    averages_all: ClassVar[bool] = True
+
+    def is_mean(self, num_byzantine: int) -> bool:
+        return type(self) is Mean  # with any f
 
     def max_byzantine(self, num_agents: int) -> int:
         return num_agents - 1
@@ -153,7 +155,7 @@ class Mean(WeightedAggregator):
         return cloud.mean_of(cloud.usable)
 
 
-def _sum_of_listed(values: list[Array], first: Array, stop: Array, ranks: range) -> Array:
+def _sum_of_listed(values: list[Array], first: Array | int, stop: Array | int, ranks: range) -> Array:
     """Σ values[j] for first ≤ j < stop, all of which are known to be among `ranks`."""
     return sum(
         (jnp.where((first <= j) & (j < stop), values[j], 0) for j in ranks),
@@ -171,7 +173,7 @@ def _middle_ranks(fewest: int, most: int) -> range:
     return range((fewest - 1) // 2, most // 2 + 1)
 
 
-def _middle(values: list[Array], num_usable: Array, ranks: range) -> Array:
+def _middle(values: list[Array], num_usable: Array | int, ranks: range) -> Array:
     """The median of the first `num_usable` of ascending values; it is among `ranks`."""
     low, high = (num_usable - 1) // 2, num_usable // 2
     return _sum_of_listed(values, low, high + 1, ranks) / (high - low + 1)
@@ -313,6 +315,7 @@ class Bulyan(Aggregator):
     """
 
     bound: ClassVar[str] = "K ≥ 4f + 3"
+    branches: ClassVar[bool] = True
 
     def max_byzantine(self, num_agents: int) -> int:
         return max(0, (num_agents - 3) // 4)
@@ -335,17 +338,32 @@ class Bulyan(Aggregator):
             return left & (jnp.arange(len(left)) != best)
 
         left = lax.fori_loop(0, num_usable - 2 * faults, pick, cloud.usable)
-        # With m missing rows, f' = f − m: so K − 2f + m rows were selected, and K − 4f + 3m of them count.
-        most, fewest, least = (cloud.num_points - number * num_byzantine for number in (1, 2, 4))
+        selected, num_rows = cloud.usable & ~left, cloud.num_points
+        fewest, least = num_rows - 2 * num_byzantine, num_rows - 4 * num_byzantine
 
-        def around_median(values: list[Array], num_selected: Array, num_usable: Array, faults: Array) -> Array:
+        def without_missing() -> Array:
+            """Sort the selected rows alone, since their number is known: half as many comparators as for all rows."""
+            values = ascending(cloud.rows_at(jnp.nonzero(selected, size=fewest)[0]))
+            median = _middle(values, fewest, _middle_ranks(fewest, fewest))
+            limit = _least_reach(values, values[least - 1 :], median)
+            return _mean_near(values, median, limit, least)[0]
+
+        def with_missing(values: list[Array], num_selected: Array, num_usable: Array, faults: Array) -> Array:
+            """With m missing rows, f' = f − m: so K − 2f + m rows were selected, and K − 4f + 3m of them count."""
+            most = num_rows - num_byzantine
             values = ascending(values, range(most))[:most]
             median = _middle(values, num_selected, _middle_ranks(fewest, most))
             highs = _from_place(values, least - 1, 3, num_byzantine - faults, num_byzantine)
             limit = _least_reach(values, highs[: 2 * num_byzantine + 1], median)
             return _mean_near(values, median, limit, num_usable - 4 * faults)
 
-        return cloud.in_each_coordinate(around_median, num_usable, faults, members=cloud.usable & ~left)
+        def of_all() -> Array:
+            return cloud.in_each_coordinate(with_missing, num_usable, faults, members=selected)
+
+        # On a GPU, a second network takes longer to compile than it saves.
+        if num_byzantine == 0 or jax.default_backend() != "cpu":
+            return of_all()
+        return lax.cond(unless_batched(jnp.all(cloud.usable)), without_missing, of_all)
 
 
 # Rules that select or weight whole rows
@@ -382,6 +400,12 @@ class Krum(WeightedAggregator):
 
     def coefficients(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         return cloud.mean_of(jnp.arange(cloud.num_points) == jnp.argmin(self._scores(cloud, num_byzantine)))
+
+    def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
+        if type(self) is not Krum or cloud.mixing is not None:
+            return super().combine(cloud, num_byzantine, key)
+        # To copy the row takes less than a sum over all rows.
+        return cloud.rows_at(jnp.argmin(self._scores(cloud, num_byzantine))[None])[0][0]
 
     def robustness_bound(self, num_agents: int, num_byzantine: int) -> float | None:
         # MultiKrum's is never worse than Krum's (Bareilles et al. 2026).
@@ -914,7 +938,8 @@ class NNM(PreAggregator):
         _check_inner(self, self.rule)
 
     def is_mean(self, num_byzantine: int) -> bool:
-        return type(self) is NNM and self.rule.is_mean(num_byzantine)  # all new rows are the mean of all rows
+        # With f = 0, all new rows are the mean of all rows.
+        return num_byzantine == 0 and type(self) is NNM and self.rule.is_mean(num_byzantine)
 
     def points(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> tuple[Array, Array, Array | None]:
         keep = cloud.num_points - num_byzantine

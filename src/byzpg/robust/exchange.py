@@ -565,14 +565,14 @@ class _Messages:
         own = message * (2 * num_attackers * self.equivocal + 2) + 24 * (num_agents + num_attackers) ** 2
         in_kernel = self.shared.in_kernels and not self.equivocal and jax.default_backend() != "cpu"
         copies = 0 if setting.rule.has_weights or in_kernel else 2 * num_agents * message
-        return _num_fitting(own + copies)
+        return _num_fitting(own + copies, fewest=1 if setting.rule.branches else 2)
 
 
-def _num_fitting(receiver_bytes: int) -> int:
-    """Return how many receivers fit into memory at once, if each takes so many bytes."""
+def _num_fitting(receiver_bytes: int, *, fewest: int = 2) -> int:
+    """Return how many receivers fit into memory at once, if each takes so many bytes: on a CPU, at least `fewest`."""
     fit = GROUP_BYTES // receiver_bytes
     if jax.default_backend() == "cpu":
-        fit = min(fit, max(2, GROUP_BYTES_ON_CPU // receiver_bytes))
+        fit = min(fit, max(fewest, GROUP_BYTES_ON_CPU // receiver_bytes))
     return max(1, fit)
 
 

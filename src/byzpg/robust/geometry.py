@@ -10,12 +10,14 @@ float32 Gram matrix would lose that difference to cancellation. The origin is on
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import ceil, floor, log2, sqrt
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 
 from byzpg.robust import kernels
 from byzpg.robust.components import Vectors, by_platform, zeros_for
@@ -54,6 +56,32 @@ def sum_of_rows(rows: Array) -> Array:
         return dot(jnp.ones(len(rows), rows.dtype), rows)
 
     return by_platform(rows, cuda=lambda rows: jnp.sum(rows, axis=0), default=product)
+
+
+def mean_of_all(rows: Array) -> tuple[Array, Array]:
+    """Return the mean [d] of rows [n, d], and whether they are certainly all sound. If not, it may be any values.
+
+    Only the mean is checked, and not all rows. Differences from the first row are scaled by a power of two, so large
+    that of 2^e in any entry, it makes every sum infinite or NaN, whatever is added to it. Here 2^e √d is at most a
+    quarter of NORM_LIMIT. So if the mean is finite, no row is further from it than two quarters.
+    """
+    num_rows, dimension = rows.shape
+    exponent = floor(log2(NORM_LIMIT / 4 / sqrt(dimension)))
+    scale = 2.0 ** (int(jnp.finfo(rows.dtype).maxexp) + 2 + ceil(log2(num_rows)) - exponent)
+    weights = jnp.full(num_rows, 1 / num_rows, rows.dtype)
+    mean = _sum_around(rows[0], weights * scale, rows, all_finite=True)[0] / scale + rows[0]
+    return mean, is_sound(lax.stop_gradient(4 * mean))
+
+
+@custom_vmap
+def unless_batched(condition: Array) -> Array:
+    """Return the condition of a shortcut; under vmap False, for which lax.cond would compute both branches."""
+    return condition
+
+
+@unless_batched.def_vmap
+def _never(*_: Any) -> tuple[Array, bool]:
+    return jnp.asarray(False), False
 
 
 def computed_if(condition: Array, compute: Callable[..., Any], operands: tuple[Any, ...], *, otherwise: Any) -> Any:
@@ -598,6 +626,21 @@ class Cloud:
             among.append(true | false)
         return rows, among
 
+    def rows_at(self, points: Array) -> list[Array]:
+        """Return the rows [1, d] of these points [m]."""
+        rows, private, place = self.shared.raw, self.private, self.place[points]
+        if self.mixing is not None:
+            rows, private, place = self._stored_sum(self.mixing[:-1]), None, points
+        place = lax.optimization_barrier(place)
+        found = [lax.dynamic_slice_in_dim(rows, place[j], 1) for j in range(len(points))]
+        if private is None or not len(private):
+            return found
+        number = len(rows)
+        theirs = (lax.dynamic_slice_in_dim(private, jnp.maximum(place[j] - number, 0), 1) for j in range(len(points)))
+        return [
+            jnp.where(place[j] < number, row, other) for j, (row, other) in enumerate(zip(found, theirs, strict=True))
+        ]
+
     def _false_rows(self) -> Array:
         """Return the rows [n − num_common, d] that the receiver may hold in place of true ones."""
         raw = self.shared.raw
@@ -624,11 +667,15 @@ def _towards_origin(centred: Array, centre: Array) -> Array:
     return dot(centred, -centre)
 
 
-def _sum_around(centre: Array, weights: Array, rows: Array) -> Array:
-    """Return Σ_j w_j (x_j − centre), [1, d], for weights [m] and rows [m, d]."""
+def _sum_around(centre: Array, weights: Array, rows: Array, *, all_finite: bool = False) -> Array:
+    """Return Σ_j w_j (x_j − centre), [1, d], for weights [m] and rows [m, d], as `_centred` unless all are finite."""
+
+    def centred(rows: Array) -> Array:
+        return rows - centre if all_finite else _centred(rows, centre)
+
     if len(rows) > UNROLLED_SUM:
-        return dot(weights[None], _centred(rows, centre))
-    terms = (weights[j] * _centred(rows[j : j + 1], centre) for j in range(len(rows)))
+        return dot(weights[None], centred(rows))
+    terms = (weights[j] * centred(rows[j : j + 1]) for j in range(len(rows)))
     return sum(terms, jnp.zeros_like(centre[None]))
 
 
