@@ -249,6 +249,7 @@ class _Rollout:
         """Play a piece of the running episodes, `num_rows` rows at a time."""
         num_lanes = num_rows * ROW
 
+        @jax.jit  # so that it is traced once: its shapes are asked for below
         def play_group(first: Array) -> tuple[Ongoing, "_Played"]:
             agent, episode, present = rows.at(first + jnp.arange(num_rows))
             lane = agent[:, None] * self.num_episodes + episode
