@@ -22,7 +22,7 @@ from live_federation import free_ports
 
 from byzpg import training
 from byzpg.config import Config
-from byzpg.federation import devices
+from byzpg.federation import devices, traces
 from byzpg.federation.devices import COORDINATES, Hardware
 from byzpg.federation.simulator import LARGE, SKIP, SMALL, Simulation
 from byzpg.robust import (
@@ -96,6 +96,7 @@ def _settings_of_the_cache() -> Iterator[None]:
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+    traces.keep_in(None)
 
 
 @pytest.mark.usefixtures("_settings_of_the_cache")
@@ -110,9 +111,11 @@ def test_programs_are_kept_unless_they_cannot_be_or_the_user_says_where(
         return getattr(jax.config, SETTINGS[0]), getattr(jax.config, SETTINGS[1])
 
     (tmp_path / "file").touch()
-    assert kept(None, tmp_path) == (str(tmp_path / "byzpg" / "programs"), 2**30)
-    assert kept(None, tmp_path / "file") == (None, -1)
     assert kept("elsewhere", tmp_path) == ("elsewhere", -1)
+    assert traces._directory is None
+    assert kept(None, tmp_path) == (str(tmp_path / "byzpg" / "programs"), 2**30)
+    assert traces._directory == tmp_path / "byzpg" / "programs" / "traces"
+    assert kept(None, tmp_path / "file") == (None, -1)
 
 
 def run_all(mesh_shape: dict[str, int], first: int = 0) -> list[np.ndarray]:

@@ -569,3 +569,23 @@ def test_continuous_actions_are_drawn_recorded_and_attacked() -> None:
     noise = observations[ATTACKERS, :, 1:, 2]
     assert not set(attacked[:, 1]) & set(noise.ravel())
     assert len(set(attacked[:, 1])) == len(attacked)
+
+
+def test_packing_a_state_keeps_every_bit() -> None:
+    shape = 2, 3
+    state = {
+        "numbers": (jnp.full(shape, jnp.nan), jnp.arange(6.0).reshape(shape), -jnp.zeros(shape)),
+        "flags": jnp.ones(shape, bool),
+        "counts": jnp.full(shape, -7),
+        "vectors": jnp.ones((*shape, 4)),
+    }
+    packing = rollouts._Packing.of(state)
+    (numbers, others) = packed = packing.pack(state)
+    assert numbers.shape == (*shape, 3)
+    assert len(others) == 3
+    again = packing.unpack(packed)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
+        assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
+    nothing = rollouts._Packing.of(())
+    assert nothing.unpack(nothing.pack(state)) is state

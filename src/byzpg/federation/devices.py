@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from platformdirs import user_cache_path
 
+from byzpg.federation import traces
 from byzpg.robust.exchange import ONE_DEVICE, Shards
 
 SEEDS, AGENTS, COORDINATES = "seed", "agent", "coordinate"  # axes of the mesh: the first two, or the last
@@ -70,6 +71,8 @@ def keep_programs(directory: Path | None = None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_compilation_cache_max_size", MOST_KEPT_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+    if jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]
+        traces.keep_in(directory / "traces")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from byzpg.envs.host import HostTask
-from byzpg.federation import devices
+from byzpg.federation import devices, traces
 from byzpg.federation.agents import Agent, AgentState, Sampled
 from byzpg.federation.algorithms import Federation, Received
 from byzpg.federation.devices import BY_SEED, EVERYWHERE, QUICK_COMPILATION, ByAgent, ByCoordinate, layout, placed
@@ -162,7 +162,9 @@ class Simulation:
         with clear_search_errors():
             if self.on_host:
                 return jax.block_until_ready(_run_on_host(*block, venue=venue or self.venue()))
-            states, packed = jax.block_until_ready(_run_block(*block, only_large=only_large))
+            arguments, static = block[:4], (*block[4:], only_large)
+            program = traces.ready(_run_block, static, arguments, QUICK_COMPILATION)
+            states, packed = jax.block_until_ready(program(*arguments))
         return states, tuple(Metrics(*np.moveaxis(each, 1, 0)) for each in devices.fetched(packed))
 
     def compiled(
@@ -173,7 +175,7 @@ class Simulation:
         only_large: bool = False,
     ) -> jax.stages.Compiled:
         """The program of such blocks, which `run` then finds compiled; not for host tasks."""
-        return _run_block.lower(*self._block(self.start(), batches, 0, takes_part), only_large=only_large).compile()
+        return _run_block.lower(*self._block(self.start(), batches, 0, takes_part), only_large).compile()
 
     def _block(
         self,
@@ -338,7 +340,7 @@ def _tables(codes: Federations) -> tuple[_Table, ...]:
     compiler_options=QUICK_COMPILATION,
 )
 def _run_block(
-    states: States, keys: Keys, block: _Block, numbers: Array, codes: Federations, mesh: Mesh, *, only_large: bool
+    states: States, keys: Keys, block: _Block, numbers: Array, codes: Federations, mesh: Mesh, only_large: bool
 ) -> tuple[States, tuple[Array, ...]]:
     """The states afterwards, and all metrics [seed, metric, entry] of each federation."""
     dimension = codes[0].agent.dimension
