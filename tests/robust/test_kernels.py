@@ -10,8 +10,9 @@ import pytest
 from tiers import slow_except
 
 from byzpg._registry import parse
-from byzpg.robust import SignFlip, exchange, geometry, kernels
-from byzpg.robust.kernels import COLUMNS, FEWEST, SUMMED_COLUMNS, Rows
+from byzpg.robust import Attack, AvgZero, Mean, MessageAttack, SignFlip, exchange, geometry, kernels
+from byzpg.robust.attacks import Knowledge
+from byzpg.robust.kernels import COLUMNS, FEWEST, SORTED_COLUMNS, SUMMED_COLUMNS, Points, Rows
 
 LENGTHS = [1, SUMMED_COLUMNS, 3 * COLUMNS + 5]
 
@@ -57,6 +58,62 @@ def test_products_of_long_rows_are_those_of_their_naive_twins(num_first: int, nu
     np.testing.assert_array_equal(rows.joined, raw.astype(np.float32))
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("dimension", [SORTED_COLUMNS + 5])
+def test_what_is_computed_in_each_coordinate_is_that_of_a_naive_twin(mixed: bool, dimension: int) -> None:
+    rows, raw = rows_of(5, 2, dimension)
+    rows = rows._replace(more=rows.more[1:], more_order=jnp.zeros(2, int))  # the last two rows are the same
+    raw[-2] = raw[-1]
+    random, centre = np.random.default_rng(0), jnp.linspace(1, 3, dimension)
+    members = np.array([[True, True, False, True], [False, True, True, True], [True] * 4])
+    scale = jnp.asarray([1.0, -2.0, 3.0])
+    if mixed:
+        mixing, share = random.normal(size=(3, 4, 7)), random.normal(size=(3, 4))
+        mixing[0, :, 3] = 0  # so that this row is not read
+        points = Points(jnp.asarray(members), jnp.zeros((3, 4), int), jnp.float32(mixing), jnp.float32(share))
+        centred = np.where(np.isfinite(raw), raw - np.asarray(centre), 0)
+        values = mixing @ centred + share[:, :, None] * np.asarray(centre)
+    else:
+        place = np.array([[0, 1, 2, 6], [4, 3, 5, 1], [1, 2, 3, 5]])
+        points = Points(jnp.asarray(members), jnp.asarray(place))
+        values = raw[place]
+    expected = np.asarray(scale)[:, None] * np.min(np.where(members[:, :, None], values, np.inf), axis=1)
+
+    def least(values: list[jax.Array], scale: jax.Array) -> jax.Array:
+        return scale * jnp.minimum(jnp.minimum(values[0], values[1]), jnp.minimum(values[2], values[3]))
+
+    def of_one(scale: jax.Array, points: Points, rows: Rows) -> jax.Array:
+        around = centre if mixed else None
+        return kernels.in_each_coordinate(least, (scale,), points, rows, around, interpret=True)
+
+    compare = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    compare(jax.vmap(of_one, (0, 0, None))(scale, points, rows), expected)
+    one = jax.tree.map(lambda leaf: leaf[1], (scale, points))
+    compare(of_one(*one, rows), expected[1])
+    compare(jax.vmap(of_one, (0, None, None))(scale, one[1], rows), expected[1] / scale[1] * scale[:, None])
+    # Receivers of several runs, whose rows differ.
+    runs = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), rows)
+    runs = runs._replace(more=runs.more.at[1].add(1))
+    found = jax.vmap(jax.vmap(of_one, (0, 0, None)), (None, None, 0))(scale, points, runs)
+    compare(found[0], expected)
+    assert not np.allclose(found[1], found[0], equal_nan=True)
+
+
+class OneStandsOut(MessageAttack):
+    """All attackers send the same, but the second: an attack of a user's own."""
+
+    def false_messages(self, knowledge: Knowledge, receivers: jax.Array) -> jax.Array:
+        return knowledge.same_for_all(knowledge.mean()).at[0, 1].multiply(100)
+
+
+def test_attackers_of_a_users_own_each_have_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SHORTEST", 1)
+    vectors, options = jnp.ones((5, 3)), {"byzantine": [3, 4], "num_byzantine": 2, "at_server": True}
+    with jax.disable_jit():
+        found, _ = exchange.exchange(Mean(), vectors, attack=OneStandsOut(), **options)
+    np.testing.assert_allclose(found, (4 + 100) / 5, rtol=1e-6)
+
+
 def test_long_rows_that_fit() -> None:
     def fits(num_rows: int, dimension: int, dtype: Any = jnp.float32) -> bool:
         vectors = jax.ShapeDtypeStruct((num_rows, dimension), dtype)
@@ -76,11 +133,14 @@ RULES += ["TrimmedMean", "MeaMed", "Bulyan"]
 
 
 @pytest.mark.parametrize("name", slow_except(["RFA", "NNM(TrimmedMean)", "MeaMed"], RULES))
-def test_a_round_of_messages_is_the_same_with_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attack", [AvgZero(), pytest.param(SignFlip(), marks=pytest.mark.slow)], ids=str)
+def test_a_round_of_messages_is_the_same_with_kernels(
+    name: str, attack: Attack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rule: Any = parse("agreement" if name == "MDA" else "aggregator", name)
     vectors = 1e-3 * jax.random.normal(jax.random.key(0), (13, COLUMNS + 1)) + 5
     vectors = vectors.at[3, 7].set(jnp.nan).at[12].set(1e25)  # of an honest agent, and of an attacker
-    options: dict[str, Any] = {"byzantine": [10, 11, 12], "attack": SignFlip(), "diagnose": True}
+    options: dict[str, Any] = {"byzantine": [10, 11, 12], "attack": attack, "diagnose": True}
     options["num_byzantine"] = rule.max_byzantine(13) if name == "Bulyan" else 3
     plain, measured = exchange.exchange(rule, vectors, **options)
 
@@ -90,8 +150,15 @@ def test_a_round_of_messages_is_the_same_with_kernels(name: str, monkeypatch: py
         calls.append(cuda is not None)
         return cuda(*arguments)
 
-    interpreted = partial(kernels.inner_products, interpret=True)
+    num_messages = set()
+
+    def interpreted(rows: Rows, *given: Any, **options: Any) -> jax.Array:
+        num_messages.add(len(rows.more))
+        return inner_products(rows, *given, **options, interpret=True)
+
+    inner_products = kernels.inner_products
     monkeypatch.setattr(kernels, "SHORTEST", 1)
+    monkeypatch.setattr(exchange, "SHORTEST", 1)
     monkeypatch.setattr(kernels, "inner_products", interpreted)
     monkeypatch.setattr(exchange, "inner_products", interpreted)
     monkeypatch.setattr(kernels, "combinations", partial(kernels.combinations, interpret=True))
@@ -114,6 +181,8 @@ def test_a_round_of_messages_is_the_same_with_kernels(name: str, monkeypatch: py
     compiled.clear_cache()
     assert all(calls)
     assert len(calls) >= 3
+    # One message stands for those of all attackers; diagnostics multiply true vectors alone.
+    assert num_messages <= ({0, 1} if attack == AvgZero() else {0, 3})
     np.testing.assert_allclose(found, plain, rtol=1e-6)
     assert np.isfinite(plain).any()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-6), also_measured, measured)
