@@ -193,11 +193,11 @@ def arguments_of(function: Any) -> Any:
     motion = LegMotion(velocity, hinge, (Impulses(pair, pair),) * 2)
     return {
         velocity_round: (
-            VelocityConstants((joint, joint), ((constraint, constraint),) * 2),
+            VelocityConstants((joint, joint), ((constraint, constraint),) * 2, ((mask, mask),) * 2),
             Velocities(velocity, (motion, motion)),
         ),
         position_round: (
-            PositionConstants(pair, ((manifold, manifold),) * 2),
+            PositionConstants(pair, ((manifold, manifold),) * 2, ((mask, mask),) * 2),
             Poses(pose, (pose, pose), mask),
         ),
         impact: (pose, pose, Edge(pair, pair, pair)),
@@ -235,7 +235,7 @@ def flush_legs(tilts: Any, velocity: Velocity) -> tuple[Any, Any]:
         still = Impulses((zero, zero), (zero, zero))
         motions.append(LegMotion(Velocity(drawn[:2], drawn[2]), hinge, (still, still)))
     assert np.all(constraints[0][0].both)
-    constants = VelocityConstants(tuple(joints), tuple(constraints))
+    constants = VelocityConstants(tuple(joints), tuple(constraints), ((zero == 0, zero > 0),) * 2)
     constants_and_state = constants, Velocities(velocity, (motions[0], motions[1]))
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf, bool if leaf.dtype == bool else jnp.float32), constants_and_state

@@ -89,7 +89,7 @@ def test_what_is_computed_in_each_coordinate_is_that_of_a_naive_twin(mixed: bool
     compare = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     compare(jax.vmap(of_one, (0, 0, None))(scale, points, rows), expected)
     one = jax.tree.map(lambda leaf: leaf[1], (scale, points))
-    compare(of_one(*one, rows), expected[1])
+    compare(of_one(one[0], one[1], rows), expected[1])
     compare(jax.vmap(of_one, (0, None, None))(scale, one[1], rows), expected[1] / scale[1] * scale[:, None])
     # Receivers of several runs, whose rows differ.
     runs = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), rows)
@@ -139,7 +139,9 @@ def test_a_round_of_messages_is_the_same_with_kernels(
 ) -> None:
     rule: Any = parse("agreement" if name == "MDA" else "aggregator", name)
     vectors = 1e-3 * jax.random.normal(jax.random.key(0), (13, COLUMNS + 1)) + 5
-    vectors = vectors.at[3, 7].set(jnp.nan).at[12].set(1e25)  # of an honest agent, and of an attacker
+    vectors = vectors.at[12].set(1e25)  # of an attacker
+    if attack == SignFlip():  # AvgZero would pass it on
+        vectors = vectors.at[3, 7].set(jnp.nan)  # of an honest agent
     options: dict[str, Any] = {"byzantine": [10, 11, 12], "attack": attack, "diagnose": True}
     options["num_byzantine"] = rule.max_byzantine(13) if name == "Bulyan" else 3
     plain, measured = exchange.exchange(rule, vectors, **options)
