@@ -105,7 +105,7 @@ def test_nothing_is_kept_of_code_from_outside(folder: Path) -> None:
     assert not files(folder)
 
 
-@pytest.mark.parametrize("value", [jnp.sum, len, object(), [1], Mean, Config], ids=str)
+@pytest.mark.parametrize("value", [jnp.sum, len, object(), [1], Mean, Config])
 def test_values_that_text_cannot_tell(value: object) -> None:
     with pytest.raises(traces._UnknownError):
         traces._text(((value,),))
