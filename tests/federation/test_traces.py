@@ -14,12 +14,15 @@ from jax import Array
 
 import byzpg
 from byzpg.config import Config
+from byzpg.envs.jax_tasks import LibraryTask
+from byzpg.envs.spaces import Discrete
 from byzpg.federation import simulator, traces
 from byzpg.federation.simulator import LARGE, SKIP, Simulation
 from byzpg.robust import RFA, Mean
 from byzpg.robust.components import Component
 
 MEAN = Mean()
+OF_A_LIBRARY = LibraryTask("gymnax:CartPole-v1", 4, Discrete(2), 500)
 TRACED: list[str] = []
 
 
@@ -32,11 +35,13 @@ def program(state: dict[str, Array], step: Array, rule: Component, calls_python:
     return {"vectors": following}, (jnp.sum(following), jnp.linalg.norm(following))
 
 
-def results(rule: Component = MEAN, size: int = 3, *, calls_python: bool = False) -> list[np.ndarray]:
+def results(
+    rule: Component = MEAN, size: int = 3, *, dtype: Any = jnp.float32, calls_python: bool = False
+) -> list[np.ndarray]:
     """What the program gives in a process that has not run it yet."""
     traces._ready.clear()
     jax.clear_caches()
-    arguments = {"vectors": jnp.arange(float(size))}, jnp.float32(2)
+    arguments = {"vectors": jnp.arange(float(size))}, jnp.asarray(2, dtype)
     found = traces.ready(program, (rule, calls_python), arguments, {})
     return [np.asarray(leaf) for leaf in jax.tree.leaves(found(*arguments))]
 
@@ -64,10 +69,16 @@ def test_a_program_is_traced_once_for_all_processes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [partial(results, RFA()), partial(results, size=4)], ids=["other options", "other shapes"]
+    "changed",
+    [
+        partial(results, RFA(max_iterations=3)),
+        partial(results, RFA(), size=4),
+        partial(results, RFA(), dtype=jnp.int32),
+    ],
+    ids=["other options", "other shapes", "other types"],
 )
 def test_another_program_is_traced_by_itself(folder: Path, changed: Callable[[], object]) -> None:
-    results()
+    results(RFA())
     changed()
     assert len(TRACED) == len(files(folder)) == 2
 
@@ -81,17 +92,34 @@ def test_another_version_is_another_program(folder: Path, monkeypatch: pytest.Mo
 
 def test_what_counts_as_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def told() -> str:
-        return traces._surroundings.__wrapped__()
+        traces._versions.cache_clear()
+        return traces._surroundings()
 
     monkeypatch.setattr(byzpg, "__file__", str(tmp_path / "__init__.py"))
     here = {told()}
-    for change in ("added = 1", "added = 2"):
-        (tmp_path / "module.py").write_text(change)
+    (tmp_path / "folder").mkdir()
+    for name in ("module.py", "folder/module.py"):
+        (tmp_path / name).write_text("added = 1")
         here.add(told())
-    with jax.numpy_rank_promotion("raise"):
+        (tmp_path / name).write_text("added = 2")
         here.add(told())
-    assert len(here) == 4
-    assert told() in here
+        (tmp_path / name).unlink()
+    for setting in (jax.numpy_rank_promotion("raise"), jax.default_matmul_precision("highest")):
+        with setting:
+            here.add(told())
+    monkeypatch.setattr(jax, "devices", lambda: ["others"])
+    here.add(told())
+    traces._versions.cache_clear()
+    assert len(here) == 8
+
+
+def test_settings_count_in_the_same_process(folder: Path) -> None:
+    traces._ready.clear()
+    arguments = {"vectors": jnp.arange(3.0)}, jnp.float32(2)
+    plain = traces.ready(program, (MEAN, False), arguments, {})
+    assert traces.ready(program, (MEAN, False), arguments, {}) is plain
+    with jax.default_matmul_precision("highest"):
+        assert traces.ready(program, (MEAN, False), arguments, {}) is not plain
 
 
 @dataclass(frozen=True)
@@ -105,7 +133,7 @@ def test_nothing_is_kept_of_code_from_outside(folder: Path) -> None:
     assert not files(folder)
 
 
-@pytest.mark.parametrize("value", [jnp.sum, len, object(), [1], Mean, Config])
+@pytest.mark.parametrize("value", [jnp.sum, len, object(), [1], Mean, Config, OF_A_LIBRARY])
 def test_values_that_text_cannot_tell(value: object) -> None:
     with pytest.raises(traces._UnknownError):
         traces._text(((value,),))
@@ -145,25 +173,29 @@ def test_where_nothing_can_be_written_programs_are_traced(tmp_path: Path, folder
     assert len(TRACED) == 2
 
 
-def test_a_federation_learns_the_same_without_tracing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(num_agents=5, num_byzantine=1, large_batch=4, small_batch=2, horizon=8, num_seeds=2)
-    simulation = Simulation((config.resolved().federation(),), (0, 1))
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)])
+def test_a_federation_learns_the_same_without_tracing(
+    seeds: tuple[int, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(num_agents=5, num_byzantine=1, large_batch=4, small_batch=2, horizon=8, num_seeds=len(seeds))
+    simulation = Simulation((config.resolved().federation(),), seeds)
 
     def learned() -> list[np.ndarray]:
         traces._ready.clear()
-        states, metrics = simulation.run(simulation.start(), [LARGE, SKIP], 1, only_large=True)
+        states, _ = simulation.run(simulation.start(), [LARGE, SKIP], 1, only_large=True)
+        states, metrics = simulation.run(states, [LARGE, SKIP], 2, only_large=True)
         return [np.asarray(leaf) for leaf in jax.tree.leaves((states, metrics))]
 
     traces.keep_in(None)
     alone = learned()
     traces.keep_in(folder)
     first = learned()
-    assert len(files(folder)) == 1
+    assert len(files(folder)) == 1  # for both blocks
     jax.clear_caches()
     monkeypatch.setattr(simulator, "_iterate_block", None)  # so that tracing it would fail
     again = learned()
     np.testing.assert_equal(first, alone)
     np.testing.assert_equal(again, alone)
-    other = replace(simulation, seeds=(0, 1, 2))
+    other = replace(simulation, seeds=(*seeds, 2))
     with pytest.raises(TypeError):
         other.run(other.start(), [LARGE, SKIP], 1, only_large=True)

@@ -472,7 +472,7 @@ def test_a_subclass_of_the_mean_may_need_distances():
     vectors[0] = 1e5  # an honest agent, far from all others
     for attack in (attacks.SignFlip(), attacks.Equivocate()):
         results, expected = (ask(rule, attack, vectors=vectors)[0] for rule in (Kept(), aggregators.Krum()))
-        np.testing.assert_array_equal(results, expected)
+        np.testing.assert_allclose(results, expected, rtol=1e-6)  # Krum copies the row, and does not add up
 
 
 @pytest.mark.parametrize("attack", [attacks.Equivocate(scale=3.0), HalfSilent()], ids=str)

@@ -10,10 +10,28 @@ import pytest
 from tiers import slow_except
 
 from byzpg._registry import parse
-from byzpg.robust import Attack, AvgZero, Mean, MessageAttack, SignFlip, exchange, geometry, kernels
+from byzpg.robust import (
+    NNM,
+    RFA,
+    Attack,
+    AvgZero,
+    Bulyan,
+    Equivocate,
+    Mean,
+    Median,
+    MessageAttack,
+    NoAttack,
+    SignFlip,
+    TrimmedMean,
+    exchange,
+    geometry,
+    kernels,
+)
+from byzpg.robust.agreement import TrimmedMeanAgreement
 from byzpg.robust.attacks import Knowledge
 from byzpg.robust.kernels import COLUMNS, FEWEST, SORTED_COLUMNS, SUMMED_COLUMNS, Points, Rows
 
+KEY = jax.random.key(0)
 LENGTHS = [1, SUMMED_COLUMNS, 3 * COLUMNS + 5]
 
 
@@ -69,7 +87,7 @@ def test_what_is_computed_in_each_coordinate_is_that_of_a_naive_twin(mixed: bool
     scale = jnp.asarray([1.0, -2.0, 3.0])
     if mixed:
         mixing, share = random.normal(size=(3, 4, 7)), random.normal(size=(3, 4))
-        mixing[0, :, 3] = 0  # so that this row is not read
+        mixing[0, :, 3] = mixing[1, 0, 3] = 0  # the first receiver never reads this row
         points = Points(jnp.asarray(members), jnp.zeros((3, 4), int), jnp.float32(mixing), jnp.float32(share))
         centred = np.where(np.isfinite(raw), raw - np.asarray(centre), 0)
         values = mixing @ centred + share[:, :, None] * np.asarray(centre)
@@ -97,6 +115,8 @@ def test_what_is_computed_in_each_coordinate_is_that_of_a_naive_twin(mixed: bool
     found = jax.vmap(jax.vmap(of_one, (0, 0, None)), (None, None, 0))(scale, points, runs)
     compare(found[0], expected)
     assert not np.allclose(found[1], found[0], equal_nan=True)
+    at_server = jax.vmap(of_one, (None, None, 0))(one[0], one[1], runs)
+    compare(at_server, found[:, 1])
 
 
 class OneStandsOut(MessageAttack):
@@ -133,7 +153,11 @@ RULES += ["TrimmedMean", "MeaMed", "Bulyan"]
 
 
 @pytest.mark.parametrize("name", slow_except(["RFA", "NNM(TrimmedMean)", "MeaMed"], RULES))
-@pytest.mark.parametrize("attack", [AvgZero(), pytest.param(SignFlip(), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "attack",
+    [AvgZero(), *(pytest.param(each, marks=pytest.mark.slow) for each in (SignFlip(), Equivocate()))],
+    ids=str,
+)
 def test_a_round_of_messages_is_the_same_with_kernels(
     name: str, attack: Attack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +212,27 @@ def test_a_round_of_messages_is_the_same_with_kernels(
     np.testing.assert_allclose(found, plain, rtol=1e-6)
     assert np.isfinite(plain).any()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-6), also_measured, measured)
+
+
+def test_receivers_in_kernels_take_no_copies_unless_the_rule_makes_them() -> None:
+    class Own(TrimmedMean):
+        pass
+
+    for rule in (Median(), NNM(TrimmedMean()), TrimmedMeanAgreement(), Bulyan()):
+        assert rule.combines_in_place
+    for rule in (Own(), NNM(Own()), NNM(RFA())):
+        assert not rule.combines_in_place
+
+
+def test_rounds_with_one_message_and_with_several_are_not_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SHORTEST", 1)
+    vectors = jax.random.normal(KEY, (1, 7, 5))
+    shared: Any = {"num_byzantine": 2, "phase": "gradients", "at_server": False, "vectors": vectors}
+    shared |= {"byzantine": jnp.asarray([[5, 6]]), "iteration": jnp.zeros(1, int), "keys": jax.random.split(KEY, 1)}
+    rounds = [exchange.Round.of(Median(), attack, **shared) for attack in (AvgZero(), NoAttack())]
+    for each, (results, *_) in zip(rounds, exchange.exchange_all(rounds), strict=True):
+        ((alone, *_),) = exchange.exchange_all([each])
+        np.testing.assert_array_equal(results, alone)
 
 
 def test_coordinates_on_several_devices_do_not_enter_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

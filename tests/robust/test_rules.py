@@ -201,3 +201,10 @@ def test_an_attack_may_call_the_rule_in_use(rule: Aggregator):
     received = np.asarray(ROWS).copy()
     received[0] = -np.asarray(rule(ROWS, num_byzantine=F))
     np.testing.assert_allclose(results[1], rule(received, num_byzantine=F), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mean_is_no_shortcut_if_one_row_is_slightly_too_long() -> None:
+    """The mean itself is shorter than the limit."""
+    rows = np.full((6, 3), 0.98 * NORM_LIMIT / np.sqrt(3), np.float32)
+    rows[2] *= 1.04
+    np.testing.assert_allclose(Mean()(rows, num_byzantine=1), rows[0], rtol=1e-6)

@@ -143,15 +143,16 @@ class Loops:
         return any_true(mask) if self.in_kernel else mask
 
     def if_any(
-        self, any_of: Array, function: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]
+        self, needed: Array, function: Callable[..., tuple[Any, ...]], values: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """Compute function(*values). A kernel skips it unless `any_of` its elements need it; only these count.
+        """Compute function(*values). A kernel skips it where no element of a block needs it, as `any_of` found out.
 
-        The threads of a block need longer to find that out than for a dozen operations, so a loop is told beforehand.
+        Only elements that need it count. To ask the threads of a block takes as long as a dozen operations, so that it
+        is done before a loop, and not in each of its rounds.
         """
         if not self.in_kernel:
             return function(*values)
-        return lax.cond(any_of, function, lambda *values: values, *values)
+        return lax.cond(needed, function, lambda *values: values, *values)
 
     def iterate(
         self,

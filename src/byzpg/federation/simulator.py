@@ -174,7 +174,7 @@ class Simulation:
         takes_part: np.ndarray | None = None,
         only_large: bool = False,
     ) -> jax.stages.Compiled:
-        """The program of such blocks, which `run` then finds compiled; not for host tasks."""
+        """The program of such blocks, which `run` then finds compiled on GPUs; not for host tasks."""
         return _run_block.lower(*self._block(self.start(), batches, 0, takes_part), only_large).compile()
 
     def _block(

@@ -25,6 +25,8 @@ from byzpg.networks import Network
 # The number of programs that are kept, of some 200 KB each; the ones used least recently make way for new ones.
 MOST_KEPT = 100
 
+USED = ("jax", "jaxlib", "numpy", "optax")
+
 # Changes the state in the first argument, and returns it with other results.
 Program = Callable[..., tuple[Any, tuple[Array, ...]]]
 
@@ -58,10 +60,11 @@ def ready(function: Program, static: tuple[Any, ...], arguments: tuple[Any, ...]
         return lambda *arguments: function(*arguments, *static)
     leaves, structure = jax.tree.flatten(arguments)
     kinds = [(jax.typeof(leaf), leaf.sharding) for leaf in leaves]
-    address = function.__name__, static, structure, tuple(kinds)
+    surroundings = _surroundings()
+    address = function.__name__, static, structure, tuple(kinds), surroundings
     if address not in _ready:
         try:
-            told = blake2b("\n".join((_surroundings(), *map(str, (function.__name__, structure, kinds)))).encode())
+            told = blake2b("\n".join((surroundings, *map(str, (function.__name__, structure, kinds)))).encode())
             told.update(_text(static).encode())
         except _UnknownError:
             return lambda *arguments: function(*arguments, *static)
@@ -74,6 +77,7 @@ def _made(
 ) -> Program:
     leaves, structure = jax.tree.flatten(arguments)
     state = jax.tree.structure(arguments[0])
+    places = [leaf.sharding for leaf in leaves[: state.num_leaves]]
 
     def flat(*leaves: Array) -> list[Array]:
         # Within another program, a function under `jax.jit` may have no options of the compiler.
@@ -92,7 +96,9 @@ def _made(
 
     def run(*arguments: Any) -> tuple[Any, tuple[Array, ...]]:
         results = program(*jax.tree.leaves(arguments))
-        return jax.tree.unflatten(state, results[: state.num_leaves]), tuple(results[state.num_leaves :])
+        # What was read says in other words where its results are, and the next call would be another program.
+        following = jax.device_put(results[: state.num_leaves], places)
+        return jax.tree.unflatten(state, following), tuple(results[state.num_leaves :])
 
     return run
 
@@ -133,15 +139,20 @@ def _write(path: Path, program: export.Exported) -> None:
         pass
 
 
-@cache
 def _surroundings() -> str:
-    """All that decides what a program becomes, besides its arguments."""
+    """Everything besides its arguments that decides a program's text."""
+    # As they are now: within `jax.default_matmul_precision`, say, they differ from `values`.
+    settings = (f"{name}={getattr(jax.config, name, value)}" for name, value in sorted(jax.config.values.items()))
+    return "\n".join((_versions(Path(byzpg.__file__).parent), *settings, str(jax.devices())))
+
+
+@cache
+def _versions(package: Path) -> str:
+    """The package's own files, and the versions of what they use."""
     code = blake2b()
-    for path in sorted(Path(byzpg.__file__).parent.rglob("*.py")):
-        code.update(path.name.encode() + path.read_bytes())
-    versions = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "numpy", "optax")]
-    settings = sorted(f"{name}={value}" for name, value in jax.config.values.items())
-    return "\n".join((code.hexdigest(), sys.version, *versions, *settings, str(jax.devices())))
+    for path in sorted(package.rglob("*.py")):
+        code.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return "\n".join((code.hexdigest(), sys.version, *(f"{each} {version(each)}" for each in USED)))
 
 
 def _text(value: Any) -> str:

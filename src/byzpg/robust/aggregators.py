@@ -227,6 +227,8 @@ class Median(Aggregator):
         [2. 2.]
     """
 
+    in_each_coordinate: ClassVar[bool] = True
+
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         num_rows = cloud.num_points
         if num_rows > NETWORK_LIMIT:
@@ -252,6 +254,7 @@ class TrimmedMean(Aggregator):
     """
 
     averages_all: ClassVar[bool] = True
+    in_each_coordinate: ClassVar[bool] = True
 
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         if cloud.num_points > NETWORK_LIMIT:
@@ -286,6 +289,8 @@ class MeaMed(Aggregator):
         [2. 2.]
     """
 
+    in_each_coordinate: ClassVar[bool] = True
+
     def combine(self, cloud: Cloud, num_byzantine: int, key: Array | None) -> Array:
         num_rows, count = cloud.num_points, cloud.num_points - num_byzantine
 
@@ -316,6 +321,7 @@ class Bulyan(Aggregator):
 
     bound: ClassVar[str] = "K ≥ 4f + 3"
     branches: ClassVar[bool] = True
+    in_each_coordinate: ClassVar[bool] = True
 
     def max_byzantine(self, num_agents: int) -> int:
         return max(0, (num_agents - 3) // 4)
@@ -882,6 +888,10 @@ class PreAggregator(Aggregator):
     @property
     def has_weights(self) -> bool:
         return self.rule.has_weights
+
+    @property
+    def combines_in_place(self) -> bool:
+        return self.rule.combines_in_place
 
     @property
     def bound(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

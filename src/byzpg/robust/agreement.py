@@ -207,6 +207,7 @@ class TrimmedMeanAgreement(Agreement):
 
     bound: ClassVar[str] = "f < K/4"
     per_coordinate: ClassVar[bool] = True
+    in_each_coordinate: ClassVar[bool] = True
 
     def max_byzantine(self, num_agents: int) -> int:
         return (num_agents - 1) // 4

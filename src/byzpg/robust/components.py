@@ -273,7 +273,7 @@ def by_platform(*arguments: Any, cuda: Callable[..., Result] | None, default: Ca
     Without a function for CUDA, the default is for all platforms. Programs may run on another platform than that of the
     default backend only if the user has chosen a default device.
     """
-    platform = _default_platform()
+    platform = default_platform()
     if platform == "cpu" or cuda is None:
         return default(*arguments)
     if platform == "cuda":
@@ -281,7 +281,7 @@ def by_platform(*arguments: Any, cuda: Callable[..., Result] | None, default: Ca
     return lax.platform_dependent(*arguments, cuda=cuda, default=default)
 
 
-def _default_platform() -> str | None:
+def default_platform() -> str | None:
     """Where programs run, "cpu" or "cuda"; None if that is another platform, or not known."""
     if jax.default_backend() == "cpu":
         return "cpu"

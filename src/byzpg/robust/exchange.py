@@ -29,6 +29,7 @@ from byzpg.robust.components import (
     by_platform,
     check_num_byzantine,
     check_vectors,
+    default_platform,
     is_own,
     with_numbers,
     without_numbers,
@@ -338,8 +339,8 @@ def exchange_all(rounds: Sequence[Round], shards: Shards = ONE_DEVICE) -> list[t
             found[index] = jax.vmap(partial(_recalled, shards=shards))(each)
             continue
         false_rows = jax.vmap(partial(Round.false_rows, to_each=each.shares_code))(each)
-        alike = false_rows is not None and false_rows.ndim == 3 and false_rows.shape[1] < each.byzantine.shape[1]
-        shapes = each.vectors.shape[1:], each.byzantine.shape[1:], alike
+        merged = false_rows is not None and false_rows.ndim == 3 and false_rows.shape[1] < each.byzantine.shape[1]
+        shapes = each.vectors.shape[1:], each.byzantine.shape[1:], merged
         if false_rows is not None:  # the attack is done
             each = replace(
                 each, code=replace(each.code, attack=NoAttack(), phase="gradients", block=0), attack_numbers=()
@@ -488,8 +489,8 @@ class _Messages:
         if false_rows is None:
             rows = Rows(vectors, order, vectors[:0])
         else:
-            alike = len(false_rows) < len(byzantine)
-            rows = Rows(vectors, order, false_rows, jnp.zeros_like(byzantine) if alike else None)
+            merged = len(false_rows) < len(byzantine)
+            rows = Rows(vectors, order, false_rows, jnp.zeros_like(byzantine) if merged else None)
         usable = jnp.append(is_sound(vectors)[order], rows.of_more(is_sound(rows.more)))
         first = jnp.argmax(usable[: len(honest)])
         shared = SharedRows.around(
@@ -563,8 +564,9 @@ class _Messages:
         message = 4 * self.knowledge.vectors.shape[1] // setting.shards.coordinates
         # Its false messages, and its inner products and distances, each held twice.
         own = message * (2 * num_attackers * self.equivocal + 2) + 24 * (num_agents + num_attackers) ** 2
-        in_kernel = self.shared.in_kernels and not self.equivocal and jax.default_backend() != "cpu"
-        copies = 0 if setting.rule.has_weights or in_kernel else 2 * num_agents * message
+        in_kernel = self.shared.in_kernels and not self.equivocal and default_platform() == "cuda"
+        in_place = setting.rule.has_weights or (in_kernel and setting.rule.combines_in_place)
+        copies = 0 if in_place else 2 * num_agents * message
         return _num_fitting(own + copies, fewest=1 if setting.rule.branches else 2)
 
 

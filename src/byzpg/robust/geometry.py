@@ -61,21 +61,22 @@ def sum_of_rows(rows: Array) -> Array:
 def mean_of_all(rows: Array) -> tuple[Array, Array]:
     """Return the mean [d] of rows [n, d], and whether they are certainly all sound. If not, it may be any values.
 
-    Only the mean is checked, and not all rows. Differences from the first row are scaled by a power of two, so large
-    that of 2^e in any entry, it makes every sum infinite or NaN, whatever is added to it. Here 2^e √d is at most a
-    quarter of NORM_LIMIT. So if the mean is finite, no row is further from it than two quarters.
+    Only the mean is checked, and not all rows. Differences from the first row are scaled by a power of two. It is so
+    large that a difference of 2^e in any entry overflows, so that its column's sum is infinite or NaN, whatever is
+    added. Here 2^e √d is at most a quarter of NORM_LIMIT. So if the mean is finite, no row is further from it than two
+    quarters.
     """
     num_rows, dimension = rows.shape
     exponent = floor(log2(NORM_LIMIT / 4 / sqrt(dimension)))
     scale = 2.0 ** (int(jnp.finfo(rows.dtype).maxexp) + 2 + ceil(log2(num_rows)) - exponent)
     weights = jnp.full(num_rows, 1 / num_rows, rows.dtype)
     mean = _sum_around(rows[0], weights * scale, rows, all_finite=True)[0] / scale + rows[0]
-    return mean, is_sound(lax.stop_gradient(4 * mean))
+    return mean, is_sound(4 * mean)
 
 
 @custom_vmap
 def unless_batched(condition: Array) -> Array:
-    """Return the condition of a shortcut; under vmap False, for which lax.cond would compute both branches."""
+    """Return the condition of a shortcut. Under vmap, return False: lax.cond would compute both branches."""
     return condition
 
 
@@ -219,7 +220,7 @@ class SharedRows:
         centred: [c, d], the rows minus the centre.
         inner: [c, c], the inner products of the centred rows.
         rows: The same rows as `raw`, in place.
-        in_kernels: Whether products of the rows may be computed in GPU kernels.
+        in_kernels: Whether GPU kernels may compute with the rows.
         num_common: Every receiver holds the rows before this one. Of the others, it holds either row num_common + j, or
             the false row j in its place: false rows are the last shared rows, or private ones.
         ascending: [num_common, d], the values of the usable ones of the first num_common rows, ascending in each column

@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 
     @property
     def fit_kernels(self) -> bool:
-        """Whether the products below can be used, on a GPU that holds all coordinates. Places are 32-bit numbers."""
+        """Whether the kernels below can be used, on a GPU that holds all coordinates. Places are 32-bit numbers."""
         dimension = self.vectors.shape[1]
         is_small = max(len(self.vectors), self.number) * dimension < 2**31
         fits = self.number <= MOST and dimension >= SHORTEST and is_small and self.vectors.dtype == jnp.float32

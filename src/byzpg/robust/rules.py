@@ -44,8 +44,10 @@ class Rule(Component, ABC):
     needs_own: ClassVar[bool] = False  # the rule is defined only for a receiver that has a row of its own
     # A row that is far from K − f rows might as well be missing; `byzpg.robust.exchange.FAR` says how far.
     ignores_far_rows: ClassVar[bool] = False
-    # The rule has a branch that is taken only where it is applied at one receiver at a time, as at those of long rows.
+    # The rule takes a faster branch where it is applied at one receiver at a time, so a CPU takes long rows one by one.
     branches: ClassVar[bool] = False
+    # The rule ends in `Cloud.in_each_coordinate`, which copies no long rows on a GPU. A subclass says so for itself.
+    in_each_coordinate: ClassVar[bool] = False
     # With f = 0, the rule is the mean of all rows. A subclass says so for itself, since it may change the rule.
     averages_all: ClassVar[bool] = False
 
@@ -81,6 +83,11 @@ class Rule(Component, ABC):
             )
         if is_own(type(self)) and _is_static(self):
             _trace_on_sample(self, num_agents, num_byzantine)
+
+    @property
+    def combines_in_place(self) -> bool:
+        """Whether a GPU needs no copies of long rows to combine them."""
+        return vars(type(self)).get("in_each_coordinate", False)
 
     def is_mean(self, num_byzantine: int) -> bool:
         """Whether the rule is the mean of all rows with this f, if all of them are usable."""
