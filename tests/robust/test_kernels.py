@@ -174,7 +174,7 @@ def test_a_round_of_messages_is_the_same_with_kernels(
 
     def on_gpu(*arguments: Any, cuda: Any, default: Any) -> Any:
         calls.append(cuda is not None)
-        return cuda(*arguments)
+        return (cuda or default)(*arguments)
 
     num_messages = set()
 
@@ -205,8 +205,9 @@ def test_a_round_of_messages_is_the_same_with_kernels(
     compiled.clear_cache()  # or the program above would run again
     found, also_measured = exchange.exchange(rule, vectors, **options)
     compiled.clear_cache()
-    assert all(calls)
-    assert len(calls) >= 3
+    # What rules compute in each coordinate is not in kernels where each receiver has messages of its own.
+    assert all(calls) or attack == Equivocate()
+    assert sum(calls) >= 3
     # One message stands for those of all attackers; diagnostics multiply true vectors alone.
     assert num_messages <= ({0, 1} if attack == AvgZero() else {0, 3})
     np.testing.assert_allclose(found, plain, rtol=1e-6)
