@@ -379,7 +379,8 @@ def chaos(tmp_path: Path) -> Iterator[Chaos]:
 def test_a_federation_survives_faults_of_one_member_after_another(chaos: Chaos) -> None:
     """No honest member is accused, no process grows, and in the end all members hold the same parameters."""
     federation, deck, changes = chaos.federation, list[Fault](), list(CHANGES)
-    while (passed := time.monotonic() - chaos.began) < 60 * MINUTES:
+    # On a busy machine, a single fault may take longer than is left for the changes.
+    while (passed := time.monotonic() - chaos.began) < 60 * MINUTES or changes:
         if changes and passed > 60 * MINUTES / 3 * (1 + len(CHANGES) - len(changes)):
             change = changes.pop(0)
             chaos.note(change.__name__)
@@ -416,7 +417,6 @@ def test_a_federation_survives_faults_of_one_member_after_another(chaos: Chaos) 
         chaos.note("parameters", iterations=common, spread=spread)
         return 0.0 in spread
 
-    assert not changes
     until(agree, "all members hold the same parameters", patience=120.0)
     for name in chaos.names:
         federation.signal(name, signal.SIGTERM)
