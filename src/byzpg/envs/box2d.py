@@ -116,7 +116,7 @@ class Pose(NamedTuple):
     angle: Array
 
     def rotation(self) -> Pair:
-        return jnp.sin(self.angle), jnp.cos(self.angle)
+        return computed_once((jnp.sin(self.angle), jnp.cos(self.angle)))
 
     def point(self, local: Any) -> Pair:
         """Where a point in the body's frame is in the world."""

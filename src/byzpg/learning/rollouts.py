@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from byzpg.envs import Environment
+from byzpg.envs.loops import computed_once
 from byzpg.learning.policies import Policy
 from byzpg.learning.rollout_kernel import (
     Agents,
@@ -263,8 +264,8 @@ class _Rollout:
                 # A lane without an episode holds ones: in a state that says whether its episode has ended, it has.
                 return where_agents(present, leaf, jnp.ones_like(leaf))
 
-            state = jax.tree.map(chosen, packing.unpack(jax.tree.map(gathered, packed)))
-            there = Ongoing(state, present, gathered(ongoing.lengths))
+            state = jax.tree.map(lambda leaf: chosen(gathered(leaf)), packed)
+            there = Ongoing(packing.unpack(state), present, gathered(ongoing.lengths))
             agents = jax.tree.map(lambda leaf: leaf[agent], self.agents)
             after, played = self.play(piece, agents, self.keys[agent], episode, there)
             results = replace(after, state=packing.pack(after.state)), played
@@ -281,8 +282,8 @@ class _Rollout:
         start = jnp.zeros_like(rows.ends[-1]), blank
         _, written = lax.while_loop(lambda carry: carry[0] < rows.ends[-1], turn, start)
         after, played = jax.tree.map(lambda leaf: leaf[rows.places], written)
+        after = jax.tree.map(partial(where_agents, ongoing.alive), after, replace(ongoing, state=packed))
         after = replace(after, state=packing.unpack(after.state))
-        after = jax.tree.map(partial(where_agents, ongoing.alive), after, ongoing)
         stays = jnp.stack(self.setup.env.observe(ongoing.state), axis=-1)[:, :, None]
         observations = jnp.where(ongoing.alive[..., None, None], played.observations, stays)
         return after, replace(played, observations=observations)
@@ -400,7 +401,8 @@ class _Packing(NamedTuple):
     def unpack(self, packed: Any) -> Any:
         if not any(self.numbers):
             return packed
-        numbers, others = iter(jnp.moveaxis(packed[0], -1, 0)), iter(packed[1])
+        # What led to the array would be computed again for each of its numbers.
+        numbers, others = iter(computed_once(jnp.moveaxis(packed[0], -1, 0))), iter(packed[1])
         leaves = [next(numbers) if is_number else next(others) for is_number in self.numbers]
         return jax.tree.unflatten(self.structure, leaves)
 

@@ -104,7 +104,7 @@ class Shards:
             number = leaf.shape[axis]
             size = -(-number // self.num_devices)
             mine = lax.axis_index(self.axis_name) * size + jnp.arange(size)
-            return jnp.take(leaf, jnp.minimum(mine, number - 1), axis=axis)
+            return jnp.take(leaf, mine, axis=axis, mode="clip")
 
         return jax.tree.map(part_of, tree)
 
