@@ -178,6 +178,11 @@ ROUNDS: list[tuple[Rule, Attack]] = [
 NUM_AGENTS, DIMENSION = 11, 1003
 
 
+def test_the_last_row_is_repeated_to_fill_the_last_part() -> None:
+    parts = jax.vmap(lambda _: Shards(3).part(jnp.arange(5.0)), axis_name="agent")(jnp.arange(3))
+    np.testing.assert_array_equal(parts, [[0, 1], [2, 3], [4, 4]])
+
+
 def exchanged(vectors: Array, shards: Shards) -> list[tuple[Array, Diagnostics]]:
     """Two runs of every round, for vectors [run, agent, d]."""
 

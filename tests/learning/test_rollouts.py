@@ -429,20 +429,20 @@ def test_attacks_on_play_do_not_affect_each_other() -> None:
 
 
 class CountingInLoops(Counting):
-    """Its state has arrays of three types, one of them with an axis of its own."""
+    """Its state has arrays of three types, one of them with an axis of its own; numbers change in each step."""
 
     has_loops = True
 
     def _as_arrays(self, count: Count) -> Any:
         step, last, *noise = count
-        state = {"noise": jnp.stack(noise, axis=-1), "step": step.astype(jnp.int32), "last": last}
+        state = {"first": noise[0], "second": noise[1][..., None], "step": step.astype(jnp.int32), "last": last}
         return {**state, "began": step > 0}
 
     def reset(self, key: Array) -> Any:
         return self._as_arrays(super().reset(key))
 
     def observe(self, state: Any) -> Count:
-        return Count(state["step"].astype(float), state["last"], *jnp.moveaxis(state["noise"], -1, 0))
+        return Count(state["step"].astype(float), state["last"], state["first"], state["second"][..., 0])
 
     def step(self, state: Any, action: Numbers, noise: Numbers) -> tuple[Any, Array, Array]:
         count, reward, terminated = super().step(self.observe(state), action, noise)
@@ -571,17 +571,22 @@ def test_continuous_actions_are_drawn_recorded_and_attacked() -> None:
     assert len(set(attacked[:, 1])) == len(attacked)
 
 
-def test_packing_a_state_keeps_every_bit() -> None:
+def test_packing_a_state_keeps_its_values() -> None:
     shape = 2, 3
     state = {
-        "numbers": (jnp.full(shape, jnp.nan), jnp.arange(6.0).reshape(shape), -jnp.zeros(shape)),
+        "numbers": (
+            jnp.full(shape, jnp.nan),
+            jnp.full(shape, -jnp.inf),
+            jnp.arange(6.0).reshape(shape),
+            -jnp.zeros(shape),
+        ),
         "flags": jnp.ones(shape, bool),
         "counts": jnp.full(shape, -7),
         "vectors": jnp.ones((*shape, 4)),
     }
     packing = rollouts._Packing.of(state)
     (numbers, others) = packed = packing.pack(state)
-    assert numbers.shape == (*shape, 3)
+    assert numbers.shape == (*shape, 4)
     assert len(others) == 3
     again = packing.unpack(packed)
     assert jax.tree.structure(again) == jax.tree.structure(state)

@@ -41,7 +41,8 @@ def computed_once(tree: Any) -> Any:
 
     On CPUs, XLA fuses cheap operations into every operation that uses their result, so that they are computed again for
     each use. It never repeats a division, however. This function therefore divides by 1, written in a way that XLA does
-    not simplify: the divisor seems to depend on the value. (It is 2 for NaN, which stays NaN.)
+    not simplify: the divisor seems to depend on the value. (It is 2 for NaN, which stays NaN.) As in all of XLA's
+    arithmetic there, subnormal numbers become 0.
     """
     if jax.default_backend() != "cpu":
         return tree

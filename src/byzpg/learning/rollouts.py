@@ -379,7 +379,7 @@ class _Rows(NamedTuple):
 class _Packing(NamedTuple):
     """Which leaves of a state are numbers that become one array, so that choosing episodes is one operation for all.
 
-    A lander has 82 of them: with operations on each, a rollout takes a tenth longer to compile.
+    A lander has 82 of them: with operations on each, a rollout takes longer to compile.
     """
 
     numbers: tuple[bool, ...]  # of each leaf; none of a state of another structure
@@ -401,7 +401,7 @@ class _Packing(NamedTuple):
     def unpack(self, packed: Any) -> Any:
         if not any(self.numbers):
             return packed
-        # What led to the array would be computed again for each of its numbers.
+        # Otherwise, XLA would compute what leads to the array again for each of its numbers.
         numbers, others = iter(computed_once(jnp.moveaxis(packed[0], -1, 0))), iter(packed[1])
         leaves = [next(numbers) if is_number else next(others) for is_number in self.numbers]
         return jax.tree.unflatten(self.structure, leaves)
